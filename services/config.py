@@ -1,0 +1,69 @@
+"""What a user asked for, after flags, file and environment are merged.
+
+One frozen dataclass; the command line and the YAML file both fill it, under
+the flags' names with underscores. Nothing here reads a model or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DEFAULT_GRPC_PORT = 8001
+DEFAULT_MASTER_PORT = 29550
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """`stagemesh serve` and `stagemesh gateway`. None means "decide from model and device"."""
+
+    model: str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pp_layer_partition: tuple[int, ...] | None = None
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    grpc_port: int = DEFAULT_GRPC_PORT
+    master_addr: str = DEFAULT_HOST
+    master_port: int = DEFAULT_MASTER_PORT
+    """Where the control service listens; 0 takes a free port."""
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    """Most sequences at a time, over all batches in flight."""
+    max_num_batched_tokens: int = 512
+    """Most query tokens in one step."""
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    served_model_name: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    generation_config: str = "auto"
+    """"auto" reads generation_config.json of the model, "none" ignores it, else a directory."""
+    seed: int | None = None
+    """Makes the seeds that the gateway draws repeatable."""
+    api_key: tuple[str, ...] = ()
+    device: str = "auto"
+    enforce_eager: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageWorkerConfig:
+    """`stagemesh stage-worker`: one stage on one node."""
+
+    master_addr: str = DEFAULT_HOST
+    master_port: int = DEFAULT_MASTER_PORT
+    host: str = DEFAULT_HOST
+    """Address that this worker's service listens on and announces."""
+    port: int = 0
+    """0 takes a free port."""
+    node_rank: int = 0
+    pp_rank: int | None = None
+    """The stage that this worker wants; None lets the head choose."""
+    device: str = "auto"
+    join_timeout_seconds: float = 30.0
+    lifeline_fd: int | None = None
+    """Read end of a pipe whose other end the launcher holds: when it closes, the worker leaves."""

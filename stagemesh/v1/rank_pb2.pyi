@@ -1,0 +1,63 @@
+from stagemesh.v1 import stage_worker_pb2 as _stage_worker_pb2
+from stagemesh.v1 import step_pb2 as _step_pb2
+from stagemesh.v1 import topology_pb2 as _topology_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RankCommand(_message.Message):
+    __slots__ = ("open_store", "form_group", "load", "step", "stop")
+    OPEN_STORE_FIELD_NUMBER: _ClassVar[int]
+    FORM_GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    open_store: _stage_worker_pb2.OpenStoreRequest
+    form_group: _stage_worker_pb2.FormGroupRequest
+    load: _stage_worker_pb2.StagePlan
+    step: _step_pb2.Step
+    stop: RankStop
+    def __init__(self, open_store: _Optional[_Union[_stage_worker_pb2.OpenStoreRequest, _Mapping]] = ..., form_group: _Optional[_Union[_stage_worker_pb2.FormGroupRequest, _Mapping]] = ..., load: _Optional[_Union[_stage_worker_pb2.StagePlan, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., stop: _Optional[_Union[RankStop, _Mapping]] = ...) -> None: ...
+
+class RankStop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankHello(_message.Message):
+    __slots__ = ("pid", "device", "fingerprint")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    device: str
+    fingerprint: _topology_pb2.Fingerprint
+    def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+
+class RankAlive(_message.Message):
+    __slots__ = ("last_step_id",)
+    LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    last_step_id: int
+    def __init__(self, last_step_id: _Optional[int] = ...) -> None: ...
+
+class RankEvent(_message.Message):
+    __slots__ = ("hello", "store_opened", "group_formed", "load_progress", "loaded", "result", "error", "alive")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STORE_OPENED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FORMED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    hello: RankHello
+    store_opened: _stage_worker_pb2.OpenStoreResponse
+    group_formed: _stage_worker_pb2.FormGroupResponse
+    load_progress: _stage_worker_pb2.LoadProgress
+    loaded: _stage_worker_pb2.RankReport
+    result: _step_pb2.StepResult
+    error: _step_pb2.StageError
+    alive: RankAlive
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., store_opened: _Optional[_Union[_stage_worker_pb2.OpenStoreResponse, _Mapping]] = ..., group_formed: _Optional[_Union[_stage_worker_pb2.FormGroupResponse, _Mapping]] = ..., load_progress: _Optional[_Union[_stage_worker_pb2.LoadProgress, _Mapping]] = ..., loaded: _Optional[_Union[_stage_worker_pb2.RankReport, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ..., alive: _Optional[_Union[RankAlive, _Mapping]] = ...) -> None: ...
