@@ -1,0 +1,118 @@
+"""A gRPC server with everything that each of ours has: message limits, keepalive,
+typed errors, health and reflection."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.errors import ConfigError
+from services.rpc.errors import ErrorInterceptor
+from services.rpc.settings import (
+    MessageLimits,
+    ServerTls,
+    server_credentials,
+    server_options,
+)
+
+OVERALL_HEALTH = ""
+"""Health's name for the server as a whole."""
+
+
+def host_port(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 address."""
+    try:
+        is_v6 = ipaddress.ip_address(host).version == 6
+    except ValueError:
+        is_v6 = False
+    return f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+
+
+def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    *,
+    tls: ServerTls | None = None,
+    flag: str = "--port",
+) -> int:
+    """Binds the server and returns the real port (port 0 takes a free one).
+
+    Binding is the probe: there is no check beforehand that could be outdated.
+    Raises `ConfigError` naming address and `flag` where the address cannot be had.
+    """
+    if not host:
+        raise ConfigError("an empty host would listen on all interfaces; name one", param="--host")
+    address = host_port(host, port)
+    try:
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, server_credentials(tls)))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {address}: the port is in use or the address is not this "
+            f"machine's; choose another with {flag} (0 takes a free port)",
+            param=flag,
+        ) from error
+
+
+class RpcServer:
+    """One gRPC server with health and reflection. Made inside a running event loop."""
+
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        *,
+        limits: MessageLimits | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        max_concurrent_rpcs: int | None = None,
+    ) -> None:
+        """`service_names` are full names ("stagemesh.v1.ControlService"), for health and
+        reflection. Interceptors run inside the error edge: they may raise the error tree's
+        classes. Calls above `max_concurrent_rpcs` are refused with RESOURCE_EXHAUSTED."""
+        self.service_names = tuple(service_names)
+        self.grpc_server: grpc.aio.Server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(), *interceptors],
+            options=server_options(limits or MessageLimits()),
+            maximum_concurrent_rpcs=max_concurrent_rpcs,
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        reflection.enable_server_reflection(
+            (*self.service_names, health.SERVICE_NAME, reflection.SERVICE_NAME),
+            self.grpc_server,
+        )
+
+    def bind(
+        self, host: str, port: int, *, tls: ServerTls | None = None, flag: str = "--port"
+    ) -> int:
+        """See `bind` of this module."""
+        return bind(self.grpc_server, host, port, tls=tls, flag=flag)
+
+    async def start(self, *, serving: bool = True) -> None:
+        """Starts to answer; health says SERVING, or NOT_SERVING until `set_serving`."""
+        await self.set_serving(serving)
+        await self.grpc_server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health says of the server and each of its services."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        for name in (OVERALL_HEALTH, *self.service_names):
+            await self._health.set(name, status)
+
+    async def stop(self, *, grace_seconds: float) -> None:
+        """Refuses new calls at once, lets running ones go on for the grace, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc_server.stop(grace_seconds)
+
+    async def wait_for_termination(self) -> None:
+        """Returns after `stop` is done."""
+        await self.grpc_server.wait_for_termination()

@@ -1,0 +1,142 @@
+"""Numbers and options of every gRPC server and channel, and the TLS files they may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.errors import ConfigError
+
+MIB = 1024 * 1024
+
+MESH_MAX_MESSAGE_BYTES = 64 * MIB
+"""Between gateway, control service and stage workers, either way. The largest message
+is a step that starts many replayed sequences with their token history."""
+
+INFERENCE_MAX_REQUEST_BYTES = 8 * MIB
+"""From a client; the same as the REST body limit."""
+
+INFERENCE_MAX_RESPONSE_BYTES = 64 * MIB
+"""To a client: the token ids of the largest text that a request may hold."""
+
+KEEPALIVE_SECONDS = 10.0
+"""An idle connection is pinged this often, so that a silent network cut is seen.
+Faster detection is the heartbeat's task, not the transport's."""
+
+KEEPALIVE_TIMEOUT_SECONDS = 5.0
+"""A ping that is not answered for so long closes the connection."""
+
+MIN_PING_INTERVAL_SECONDS = 5.0
+"""A client that pings faster than this is disconnected."""
+
+INITIAL_RECONNECT_SECONDS = 0.1
+MAX_RECONNECT_SECONDS = 1.0
+"""A restarted peer is found again within this time (gRPC's own default is 120 s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """Largest message of one side, bytes."""
+
+    receive_bytes: int = MESH_MAX_MESSAGE_BYTES
+    send_bytes: int = MESH_MAX_MESSAGE_BYTES
+
+
+INFERENCE_SERVER_LIMITS = MessageLimits(
+    receive_bytes=INFERENCE_MAX_REQUEST_BYTES, send_bytes=INFERENCE_MAX_RESPONSE_BYTES
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """PEM files of a server."""
+
+    certificate_chain: Path
+    private_key: Path
+    client_ca: Path | None = None
+    """Where given, clients must show a certificate that this CA has signed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """PEM files of a client. Without a CA the system's trust store counts."""
+
+    ca: Path | None = None
+    certificate_chain: Path | None = None
+    private_key: Path | None = None
+
+
+def read_pem(path: Path, what: str) -> bytes:
+    """Reads one PEM file; raises `ConfigError` naming it where that fails."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror or error}") from error
+
+
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Reads the files; raises `ConfigError` where one is missing."""
+    pair = (
+        read_pem(tls.private_key, "TLS private key"),
+        read_pem(tls.certificate_chain, "TLS certificate chain"),
+    )
+    client_ca = read_pem(tls.client_ca, "client CA") if tls.client_ca else None
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )
+
+
+def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
+    """Reads the files; raises `ConfigError` where one is missing."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=read_pem(tls.ca, "CA") if tls.ca else None,
+        private_key=read_pem(tls.private_key, "TLS private key") if tls.private_key else None,
+        certificate_chain=(
+            read_pem(tls.certificate_chain, "TLS certificate chain")
+            if tls.certificate_chain
+            else None
+        ),
+    )
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def server_options(limits: MessageLimits) -> list[tuple[str, int]]:
+    """Channel arguments of a server."""
+    return [
+        # Two servers on one port would share its connections in silence.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limits.receive_bytes),
+        ("grpc.max_send_message_length", limits.send_bytes),
+        ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_SECONDS)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_SECONDS)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        (
+            "grpc.http2.min_recv_ping_interval_without_data_ms",
+            _milliseconds(MIN_PING_INTERVAL_SECONDS),
+        ),
+    ]
+
+
+def channel_options(limits: MessageLimits) -> list[tuple[str, int]]:
+    """Channel arguments of a client inside the mesh."""
+    return [
+        ("grpc.max_receive_message_length", limits.receive_bytes),
+        ("grpc.max_send_message_length", limits.send_bytes),
+        ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_SECONDS)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(KEEPALIVE_TIMEOUT_SECONDS)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", _milliseconds(INITIAL_RECONNECT_SECONDS)),
+        ("grpc.min_reconnect_backoff_ms", _milliseconds(INITIAL_RECONNECT_SECONDS)),
+        ("grpc.max_reconnect_backoff_ms", _milliseconds(MAX_RECONNECT_SECONDS)),
+        # Who retries what is decided above the transport, where it is known what is safe.
+        ("grpc.enable_retries", 0),
+        # Mesh traffic never leaves through a web proxy that the environment names.
+        ("grpc.enable_http_proxy", 0),
+    ]

@@ -1,0 +1,179 @@
+"""The shared gRPC set-up, on real servers: errors both ways, binding, health, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from services.errors import (
+    BodyTooLarge,
+    ConfigError,
+    DeadlineExceeded,
+    PipelineUnavailable,
+    StagemeshError,
+    all_errors,
+)
+from services.rpc import MessageLimits, RpcServer, create_channel, error_from_rpc
+from stagemesh.v1 import inference_pb2, inference_pb2_grpc
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+TIMEOUT_SECONDS = 5.0
+
+
+class Scripted(inference_pb2_grpc.InferenceServiceServicer):
+    """Raises what it is told to, or streams until its caller leaves."""
+
+    def __init__(self) -> None:
+        self.to_raise: Exception | None = None
+        self.closed = asyncio.Event()
+
+    async def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        if self.to_raise is not None:
+            raise self.to_raise
+        return inference_pb2.TokenizeResponse(token_ids=[len(request.text)])
+
+    async def Generate(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        try:
+            yield inference_pb2.GenerateResponse(text="first")
+            if self.to_raise is not None:
+                raise self.to_raise
+            while True:
+                yield inference_pb2.GenerateResponse(text="more " * 1000)
+        finally:
+            self.closed.set()
+
+
+class Running:
+    def __init__(self, servicer: Scripted, server: RpcServer, port: int) -> None:
+        self.servicer, self.server, self.port = servicer, server, port
+        self.channel = create_channel(f"127.0.0.1:{port}")
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Running]:
+    servicer = Scripted()
+    server = RpcServer([SERVICE], limits=MessageLimits(receive_bytes=100_000))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    running = Running(servicer, server, port)
+    yield running
+    await running.channel.close()
+    await server.stop(grace_seconds=0)
+
+
+async def failed_tokenize(running: Running, text: str = "") -> StagemeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.stub.Tokenize(
+            inference_pb2.TokenizeRequest(text=text), timeout=TIMEOUT_SECONDS
+        )
+    return error_from_rpc(caught.value)
+
+
+@pytest.mark.parametrize("error_class", list(all_errors()), ids=lambda c: c.__name__)
+async def test_every_error_of_the_tree_crosses_the_wire(
+    running: Running, error_class: type[StagemeshError]
+) -> None:
+    running.servicer.to_raise = error_class("what to do: x", param="top_p")
+    error = await failed_tokenize(running)
+    assert type(error) is error_class
+    assert (error.message, error.param) == ("what to do: x", "top_p")
+    assert (error.retry_after_seconds is not None) == error_class.retryable
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_typed(running: Running) -> None:
+    running.servicer.to_raise = PipelineUnavailable("stage 1 is gone", retry_after_seconds=2.5)
+    call = running.stub.Generate(inference_pb2.GenerateRequest(), timeout=TIMEOUT_SECONDS)
+    assert (await call.read()).text == "first"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, PipelineUnavailable)
+    assert error.retry_after_seconds == 2.5
+
+
+async def test_an_unforeseen_exception_becomes_internal_and_keeps_its_text(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    running.servicer.to_raise = ZeroDivisionError("secret prompt")
+    error = await failed_tokenize(running)
+    assert type(error) is StagemeshError
+    assert "ZeroDivisionError" in error.message
+    assert "secret" not in error.message
+    assert "Tokenize failed" in caplog.text
+
+
+async def test_a_caller_that_leaves_closes_the_generator(running: Running) -> None:
+    call = running.stub.Generate(inference_pb2.GenerateRequest(), timeout=TIMEOUT_SECONDS)
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(running.servicer.closed.wait(), TIMEOUT_SECONDS)
+
+
+async def test_a_deadline_is_typed_on_the_client_and_closes_the_generator(
+    running: Running,
+) -> None:
+    call = running.stub.Generate(inference_pb2.GenerateRequest(), timeout=0.2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await call.read()
+    assert isinstance(error_from_rpc(caught.value), DeadlineExceeded)
+    await asyncio.wait_for(running.servicer.closed.wait(), TIMEOUT_SECONDS)
+
+
+async def test_an_oversized_message_is_refused_as_such(running: Running) -> None:
+    error = await failed_tokenize(running, "x" * 200_000)
+    assert isinstance(error, BodyTooLarge)
+
+
+async def test_a_port_in_use_names_address_and_remedy(running: Running) -> None:
+    other = RpcServer([])
+    with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{running.port}.*--grpc-port"):
+        other.bind("127.0.0.1", running.port, flag="--grpc-port")
+    await other.stop(grace_seconds=0)
+
+
+async def test_an_empty_host_is_refused() -> None:
+    server = RpcServer([])
+    with pytest.raises(ConfigError, match="all interfaces"):
+        server.bind("", 0)
+    await server.stop(grace_seconds=0)
+
+
+async def test_a_peer_that_is_not_there_is_unavailable() -> None:
+    channel = create_channel("127.0.0.1:1")
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_SECONDS)
+    assert isinstance(error_from_rpc(caught.value), PipelineUnavailable)
+    await channel.close()
+
+
+async def test_health_follows_set_serving(running: Running) -> None:
+    stub = health_pb2_grpc.HealthStub(running.channel)
+    for serving in (True, False, True):
+        await running.server.set_serving(serving)
+        answer = await stub.Check(
+            health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_SECONDS
+        )
+        expected = "SERVING" if serving else "NOT_SERVING"
+        assert answer.status == health_pb2.HealthCheckResponse.ServingStatus.Value(expected)
+
+
+async def test_reflection_lists_the_service(running: Running) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+    call = stub.ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=TIMEOUT_SECONDS
+    )
+    answer = await call.read()
+    names = {service.name for service in answer.list_services_response.service}
+    assert SERVICE in names and "grpc.health.v1.Health" in names
