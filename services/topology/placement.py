@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from services.errors import ConfigError
 from services.topology.facts import MeshShape
@@ -99,7 +100,7 @@ def _place_on_node(
 def _check_nodes(ordered: Sequence[NodeDevices]) -> None:
     if not ordered:
         raise ConfigError("there is no node to place the mesh on")
-    for left, right in zip(ordered, ordered[1:], strict=False):
+    for left, right in pairwise(ordered):
         if left.node_rank == right.node_rank:
             raise ConfigError(
                 f"nodes {left.node} and {right.node} both have node rank {left.node_rank}; "

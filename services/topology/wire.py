@@ -7,6 +7,8 @@ message's field.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from services.errors import InvalidRequest
 from services.topology.facts import MeshShape
 from services.topology.placement import StagePlacement
@@ -112,7 +114,7 @@ def placement_from_proto(
             f"has {len(message.tp_ranks)} entries; it must have 1 to {shape.tp_size}",
         )
     tp_ranks = tuple(message.tp_ranks)
-    if any(low >= high for low, high in zip(tp_ranks, tp_ranks[1:], strict=False)):
+    if any(low >= high for low, high in pairwise(tp_ranks)):
         raise _invalid("placement.tp_ranks", "must be ascending, each rank once")
     if tp_ranks[-1] >= shape.tp_size:
         raise _invalid(

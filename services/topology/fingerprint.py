@@ -1,0 +1,186 @@
+"""What two sides must agree on before they exchange one activation.
+
+A fingerprint is an ordered list of named facts and a digest over them. Sides
+compare field by field, so that a mismatch is an error that names the field and
+both values, at join, and not a hang or wrong text later. A field that only one
+side has is not compared: a gateway without torch has no torch version, and a
+worker knows nothing of the model before its plan. A rank therefore acknowledges
+a plan with the plan's digest after `require_equal` against its own fingerprint.
+
+The weights' field covers the index, every header and every file size, never the
+weights themselves (that takes minutes and is `doctor --deep`'s work).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from importlib import metadata
+from typing import NamedTuple
+
+from services.errors import FingerprintMismatch, JoinRefused
+from services.topology.checkpoint import CheckpointFacts
+from services.topology.facts import MeshShape
+from services.topology.jsonfile import read_json_object
+from services.topology.partition import format_partition
+from stagemesh.v1 import topology_pb2
+
+# Distributions whose version decides what a rank computes or how it talks.
+PACKAGES = ("stagemesh", "torch", "torch_npu")
+# They differ between copies of one model and change nothing that is computed.
+_IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+_MAX_FIELDS = 100
+_SHOWN_CHARACTERS = 200
+
+
+class Difference(NamedTuple):
+    """The first field in which two fingerprints differ."""
+
+    name: str
+    ours: str
+    theirs: str
+
+
+def build_fingerprint(
+    checkpoint: CheckpointFacts, shape: MeshShape, *, dtype: str, block_size: int
+) -> topology_pb2.Fingerprint:
+    """The fingerprint of a plan, from this node's copy of the model and its packages.
+
+    Reads config.json of the checkpoint's directory; raises `ModelError` where it cannot.
+    """
+    return _from_fields(
+        (
+            ("config", _config_hash(checkpoint)),
+            ("weights", _weights_hash(checkpoint)),
+            ("dp_size", str(shape.dp_size)),
+            ("tp_size", str(shape.tp_size)),
+            ("pp_size", str(shape.pp_size)),
+            ("pp_layer_partition", format_partition(shape.pp_layer_partition)),
+            ("dtype", dtype),
+            ("block_size", str(block_size)),
+            *environment_fields(),
+        )
+    )
+
+
+def environment_fingerprint() -> topology_pb2.Fingerprint:
+    """What a worker knows before it has a plan: its package versions."""
+    return _from_fields(environment_fields())
+
+
+def environment_fields() -> tuple[tuple[str, str], ...]:
+    """(name, version) of every package of `PACKAGES` that is installed. Imports none of them."""
+    fields = []
+    for package in PACKAGES:
+        try:
+            fields.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            continue
+    return tuple(fields)
+
+
+def digest(fields: Iterable[tuple[str, str]]) -> str:
+    """SHA-256, lower-case hex, over the fields in their order.
+
+    Lengths are hashed too, so that no two lists of fields run together into the
+    same bytes.
+    """
+    state = hashlib.sha256()
+    for pair in fields:
+        for text in pair:
+            data = text.encode()
+            state.update(len(data).to_bytes(8, "big"))
+            state.update(data)
+    return state.hexdigest()
+
+
+def first_difference(
+    ours: topology_pb2.Fingerprint, theirs: topology_pb2.Fingerprint
+) -> Difference | None:
+    """The first of our fields that the other side has with another value, or None."""
+    their_values = {field.name: field.value for field in theirs.fields}
+    for field in ours.fields:
+        value = their_values.get(field.name)
+        if value is not None and value != field.value:
+            return Difference(field.name, field.value, value)
+    return None
+
+
+def check_fingerprint(message: topology_pb2.Fingerprint) -> None:
+    """Raises `JoinRefused` unless names are unique and the digest is that of the fields."""
+    if len(message.fields) > _MAX_FIELDS:
+        raise JoinRefused(
+            f"fingerprint has {len(message.fields)} fields; at most {_MAX_FIELDS} are allowed",
+            param="fingerprint.fields",
+        )
+    names = [field.name for field in message.fields]
+    for name in names:
+        if names.count(name) > 1:
+            raise JoinRefused(
+                f"fingerprint has field {_shown(name)} twice", param="fingerprint.fields"
+            )
+    expected = digest((field.name, field.value) for field in message.fields)
+    if message.digest != expected:
+        raise JoinRefused(
+            f"fingerprint's digest is {_shown(message.digest)}, but its fields give {expected}; "
+            "the message is damaged or comes from another version",
+            param="fingerprint.digest",
+        )
+
+
+def require_equal(
+    head: topology_pb2.Fingerprint,
+    worker: topology_pb2.Fingerprint,
+    *,
+    worker_name: str = "the worker",
+) -> None:
+    """Raises `FingerprintMismatch` with field and both values where the two differ.
+
+    Raises `JoinRefused` where one of them is no valid fingerprint.
+    """
+    check_fingerprint(head)
+    check_fingerprint(worker)
+    difference = first_difference(head, worker)
+    if difference is not None:
+        raise FingerprintMismatch(
+            f"{difference.name} differs: the head has {_shown(difference.ours)} and "
+            f"{worker_name} has {_shown(difference.theirs)}; {_remedy(difference.name)}",
+            param=difference.name,
+        )
+
+
+def _from_fields(fields: Iterable[tuple[str, str]]) -> topology_pb2.Fingerprint:
+    pairs = tuple(fields)
+    return topology_pb2.Fingerprint(
+        digest=digest(pairs),
+        fields=[topology_pb2.FingerprintField(name=name, value=value) for name, value in pairs],
+    )
+
+
+def _config_hash(checkpoint: CheckpointFacts) -> str:
+    """Over the canonical JSON, so that spacing and order of keys do not matter."""
+    config = read_json_object(checkpoint.path / "config.json")
+    for key in _IGNORED_CONFIG_KEYS:
+        config.pop(key, None)
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _weights_hash(checkpoint: CheckpointFacts) -> str:
+    fields = [("index", checkpoint.index_sha256 or "")]
+    for file in checkpoint.files:
+        fields.append((file.name, f"{file.size_bytes} {file.header_sha256}"))
+    return digest(fields)
+
+
+def _remedy(name: str) -> str:
+    if name in ("config", "weights"):
+        return "give every node the same copy of the model"
+    if name in PACKAGES:
+        return f"install the same version of {name} on every node"
+    return "restart the worker, so that it takes the head's plan"
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "..."

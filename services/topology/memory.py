@@ -1,0 +1,183 @@
+"""How much memory each stage needs, before anything is loaded. Pure arithmetic.
+
+All bytes are those of one rank of the stage's TP group. Weights and KV cache
+are exact; activations are an estimate from the largest tensors that live at the
+same time in a Llama layer. Stages differ by their layers, the embedding (first)
+and the head (last), so the KV capacity of a mesh is that of its weakest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.errors import ConfigError
+from services.topology.facts import DTYPE_BYTES, MeshShape, ModelFacts
+from services.topology.weights import kv_heads_per_rank, stage_weights
+
+# Logits are computed and sampled in float32.
+_LOGIT_BYTES = 4
+# Logits, a filtered or sorted copy, and probabilities live at the same time.
+_LOGIT_COPIES = 3
+# The residual stream and the branch that is added to it.
+_RESIDUAL_COPIES = 2
+# One receive that is posted ahead and one send that is still pending.
+_BOUNDARY_BUFFERS = 2
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one rank of a stage needs."""
+
+    pp_rank: int
+    layer_start: int
+    layer_end: int
+    weight_bytes: int
+    activation_bytes: int
+    """Estimate of the most at one time, for a full step."""
+    kv_bytes_per_token: int
+    """Keys and values of one token over the stage's layers."""
+    kv_block_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is needed whatever the size of the KV cache."""
+        return self.weight_bytes + self.activation_bytes
+
+    def blocks_in(self, kv_cache_bytes: int) -> int:
+        """KV blocks that fit into so many bytes of cache."""
+        return max(0, kv_cache_bytes) // self.kv_block_bytes
+
+    def usable_blocks(self, available_bytes: int) -> int:
+        """KV blocks that fit beside weights and activations."""
+        return self.blocks_in(available_bytes - self.fixed_bytes)
+
+
+def predict_stage(
+    facts: ModelFacts,
+    shape: MeshShape,
+    pp_rank: int,
+    *,
+    dtype: str,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+) -> StageMemory:
+    """Memory of one rank of stage `pp_rank`.
+
+    `dtype` is the element type of weights, activations and cache;
+    `max_num_batched_tokens` the query tokens of the largest step and
+    `max_num_seqs` the rows whose logits it may sample.
+    """
+    element_bytes = DTYPE_BYTES[dtype]
+    layer_start, layer_end = shape.layer_range(pp_rank)
+    weight_elements = sum(
+        spec.elements_per_rank(facts, shape.tp_size)
+        for spec in stage_weights(facts, shape, pp_rank)
+    )
+    kv_width = 2 * kv_heads_per_rank(facts, shape.tp_size) * facts.head_dim
+    kv_bytes_per_token = (layer_end - layer_start) * kv_width * element_bytes
+    return StageMemory(
+        pp_rank=pp_rank,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        weight_bytes=weight_elements * element_bytes,
+        activation_bytes=_activation_bytes(
+            facts, shape, pp_rank, element_bytes, max_num_batched_tokens, max_num_seqs
+        ),
+        kv_bytes_per_token=kv_bytes_per_token,
+        kv_block_bytes=kv_bytes_per_token * block_size,
+    )
+
+
+def predict_mesh(
+    facts: ModelFacts,
+    shape: MeshShape,
+    *,
+    dtype: str,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+) -> tuple[StageMemory, ...]:
+    """`predict_stage` for every stage, in stage order."""
+    return tuple(
+        predict_stage(
+            facts,
+            shape,
+            pp_rank,
+            dtype=dtype,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+        for pp_rank in range(shape.pp_size)
+    )
+
+
+def require_fit(
+    stages: Sequence[StageMemory],
+    available_bytes: Sequence[int],
+    *,
+    block_size: int,
+    max_model_len: int,
+) -> int:
+    """The KV blocks that every stage can hold: the least over all stages.
+
+    `available_bytes` is each stage's memory for one rank. Raises `ConfigError`
+    with the numbers of the first stage that cannot hold its weights and
+    activations, or not one sequence of `max_model_len` tokens (such a sequence
+    could be admitted and never end).
+    """
+    needed_blocks = -(-max_model_len // block_size)
+    fewest: int | None = None
+    for stage, available in zip(stages, available_bytes, strict=True):
+        blocks = stage.usable_blocks(available)
+        if blocks < needed_blocks:
+            raise ConfigError(_does_not_fit(stage, available, needed_blocks, max_model_len))
+        fewest = blocks if fewest is None else min(fewest, blocks)
+    if fewest is None:
+        raise ConfigError("a mesh has at least one stage")
+    return fewest
+
+
+def _activation_bytes(
+    facts: ModelFacts,
+    shape: MeshShape,
+    pp_rank: int,
+    element_bytes: int,
+    num_tokens: int,
+    num_sampled: int,
+) -> int:
+    hidden = facts.hidden_size
+    query = facts.num_attention_heads * facts.head_dim // shape.tp_size
+    key_value = kv_heads_per_rank(facts, shape.tp_size) * facts.head_dim
+    # Normed input, q, k, v, attention's output, o_proj's output.
+    attention = 2 * hidden + 2 * query + 2 * key_value
+    # Normed input, gate, up, their product, down_proj's output.
+    mlp = 2 * hidden + 3 * facts.intermediate_size // shape.tp_size
+    per_token = _RESIDUAL_COPIES * hidden + max(attention, mlp)
+    if shape.pp_size > 1:
+        per_token += _BOUNDARY_BUFFERS * hidden
+    total = num_tokens * per_token * element_bytes
+    if pp_rank == shape.pp_size - 1:
+        total += num_sampled * facts.vocab_size * _LOGIT_BYTES * _LOGIT_COPIES
+    return total
+
+
+def _does_not_fit(
+    stage: StageMemory, available_bytes: int, needed_blocks: int, max_model_len: int
+) -> str:
+    kv_bytes = needed_blocks * stage.kv_block_bytes
+    return (
+        f"stage {stage.pp_rank} (layers {stage.layer_start} to {stage.layer_end}) does not fit: "
+        f"weights {_mib(stage.weight_bytes)}, activations {_mib(stage.activation_bytes)} and "
+        f"the KV cache of one sequence of {max_model_len} tokens {_mib(kv_bytes)} need "
+        f"{_mib(stage.fixed_bytes + kv_bytes)} on each rank, and {_mib(available_bytes)} are "
+        "available; use more stages or ranks, a smaller --max-model-len or "
+        "--max-num-batched-tokens, or fewer layers on this stage"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"
