@@ -1,0 +1,71 @@
+"""Names, units and closed labels of the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.telemetry import Metrics
+from stagemesh.v1 import step_pb2
+
+
+@dataclass
+class Stats:
+    num_blocks: int = 100
+    free_blocks: int = 90
+    waiting_requests: int = 1
+    running_requests: int = 2
+    steps_in_flight: int = 3
+    preemptions: int = 4
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def test_every_name_has_the_prefix() -> None:
+    metrics = Metrics()
+    metrics.watch_engine(Stats)
+    metrics.observe_request("/v1/models", 200, 0.1)
+    assert all(name.startswith("stagemesh_") for name in samples(metrics))
+
+
+def test_stage_clock_becomes_seconds_by_phase() -> None:
+    metrics = Metrics()
+    clock = step_pb2.StageClock(
+        control_wait_ns=1_000_000_000, receive_ns=500_000_000, compute_ns=2_000_000_000, send_ns=1
+    )
+    metrics.observe_stage(1, clock)
+    metrics.observe_stage(1, clock)
+    found = samples(metrics)
+    assert found["stagemesh_stage_seconds_total{phase=control_wait,stage=1}"] == 2.0
+    assert found["stagemesh_stage_seconds_total{phase=receive,stage=1}"] == 1.0
+    assert found["stagemesh_stage_seconds_total{phase=compute,stage=1}"] == 4.0
+    assert found["stagemesh_stage_steps_total{stage=1}"] == 2.0
+
+
+def test_the_engine_is_read_at_the_scrape() -> None:
+    metrics, stats = Metrics(), Stats()
+    metrics.watch_engine(lambda: stats)
+    stats.free_blocks = 7
+    found = samples(metrics)
+    assert found["stagemesh_kv_free_blocks{}"] == 7
+    assert found["stagemesh_kv_blocks{}"] == 100
+    assert found["stagemesh_preemptions_total{}"] == 4
+
+
+def test_unknown_paths_share_one_label() -> None:
+    metrics = Metrics()
+    metrics.declare_endpoints(["/health"])
+    metrics.observe_request("/health", 200, 0.0)
+    metrics.observe_request("/../etc", 404, 0.0)
+    metrics.observe_request("/random", 404, 0.0)
+    found = samples(metrics)
+    assert found["stagemesh_requests_total{endpoint=other,status=404}"] == 2
+    assert found["stagemesh_requests_total{endpoint=/health,status=200}"] == 1
