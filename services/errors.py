@@ -183,3 +183,14 @@ def all_errors(root: type[StagemeshError] = StagemeshError) -> Iterator[type[Sta
     yield root
     for child in root.__subclasses__():
         yield from all_errors(child)
+
+
+def failure_of(error: BaseException) -> StagemeshError | None:
+    """The first of our own errors in an exception or group of exceptions."""
+    if isinstance(error, StagemeshError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            if (found := failure_of(inner)) is not None:
+                return found
+    return None

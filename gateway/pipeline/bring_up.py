@@ -1,0 +1,109 @@
+"""From joined workers to a pipeline that can run steps.
+
+Groups are formed, weights are loaded on all stages at once, the number of KV
+blocks is the least that any rank has room for, and that number is allocated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gateway.pipeline.stage_client import StageClient
+from services.errors import ConfigError, StageFailed
+from services.topology.facts import MeshShape
+from services.topology.placement import StagePlacement
+from services.topology.wire import placement_to_proto, shape_to_proto
+from stagemesh.v1 import stage_worker_pb2
+
+log = logging.getLogger("stagemesh.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage worker and its place."""
+
+    client: StageClient
+    placement: StagePlacement
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMesh:
+    """What all ranks have reported."""
+
+    num_blocks: int
+    """KV blocks on every rank: the least of what each has room for."""
+    possible_blocks: tuple[tuple[int, int, int], ...]
+    """(stage, TP rank, blocks that would fit there)."""
+    weight_bytes: int
+    """Over all ranks."""
+
+
+async def form_groups(stages: Sequence[Stage], shape: MeshShape, epoch: int) -> None:
+    """Forms the collective groups of an epoch. Raises `StageFailed`."""
+    first = next(s for s in stages if s.placement.pp_rank == 0 and 0 in s.placement.tp_ranks)
+    store_address = await first.client.open_store(epoch)
+    topology = shape_to_proto(shape)
+    async with asyncio.TaskGroup() as tasks:
+        for stage in stages:
+            tasks.create_task(stage.client.form_group(epoch, store_address, topology))
+
+
+async def load(
+    stages: Sequence[Stage],
+    plan: stage_worker_pb2.StagePlan,
+    needed_blocks: int,
+    wanted_blocks: int,
+    on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+) -> LoadedMesh:
+    """Loads weights, agrees on the number of blocks, and allocates the cache.
+
+    `needed_blocks` is what one sequence of full length takes; `wanted_blocks`
+    what all slots at full length could take, more than which is of no use.
+    Raises `StageFailed`, or `ConfigError` when a full sequence does not fit.
+    """
+    reports = await _load_all(stages, plan, 0, on_progress)
+    possible = tuple(
+        (pp_rank, report.tp_rank, int(report.possible_blocks)) for pp_rank, report in reports
+    )
+    pp_rank, tp_rank, least = min(possible, key=lambda entry: entry[2])
+    if least < needed_blocks:
+        raise ConfigError(
+            f"the KV cache of stage {pp_rank} (TP rank {tp_rank}) has room for {least} blocks of "
+            f"{plan.block_size} tokens, and one sequence of max_model_len {plan.max_model_len} "
+            f"takes {needed_blocks}. Lower --max-model-len to at most {least * plan.block_size}, "
+            "or raise --kv-cache-memory-bytes",
+            param="--max-model-len",
+        )
+    num_blocks = min(least, wanted_blocks)
+    allocated = await _load_all(stages, plan, num_blocks, on_progress)
+    for pp_rank, report in allocated:
+        if report.num_blocks != num_blocks:
+            raise StageFailed(
+                f"stage {pp_rank} TP rank {report.tp_rank} allocated {report.num_blocks} KV blocks "
+                f"where {num_blocks} were planned"
+            )
+    return LoadedMesh(num_blocks, possible, sum(report.weight_bytes for _, report in reports))
+
+
+async def _load_all(
+    stages: Sequence[Stage],
+    plan: stage_worker_pb2.StagePlan,
+    num_blocks: int,
+    on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+) -> list[tuple[int, stage_worker_pb2.RankReport]]:
+    async with asyncio.TaskGroup() as tasks:
+        loads = []
+        for stage in stages:
+            own = stage_worker_pb2.StagePlan()
+            own.CopyFrom(plan)
+            own.placement.CopyFrom(placement_to_proto(stage.placement))
+            own.num_blocks = num_blocks
+            loads.append(tasks.create_task(stage.client.load(own, on_progress)))
+    return [
+        (stage.placement.pp_rank, report)
+        for stage, done in zip(stages, loads, strict=True)
+        for report in done.result()
+    ]

@@ -1,0 +1,144 @@
+"""The engine's pipeline: one step stream to every stage worker.
+
+A step is serialized once and goes to all stages at once. The last stage's
+results come back in step order; every stage's clock goes to the metrics. The
+first failure ends it, with its cause: an echo of it on a neighbour ("connection
+closed by peer") waits a moment for the better explanation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from gateway.pipeline.bring_up import Stage
+from services.errors import StageFailed
+from stagemesh.v1 import stage_worker_pb2, step_pb2
+
+ECHO_REASON = "PEER_LOST"
+FIRST_CAUSE_WAIT_SECONDS = 1.0
+"""How long an echo waits for the failure that caused it. Part of the 3 s in which
+clients learn of a failure."""
+MAX_UNSENT_STEPS = 64
+WATCH_INTERVAL_SECONDS = 1.0
+STUCK_AFTER_SECONDS = 75.0
+"""Above the ranks' own step time-out, whose message says more."""
+MAX_UNREAD_RESULTS = 1024
+"""The scheduler's depth bounds both far below this."""
+
+
+class MeshPipeline:
+    """Implements `gateway.engine.pipeline.Pipeline` over gRPC."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        epoch: int,
+        on_clock: Callable[[int, step_pb2.StageClock], None],
+    ) -> None:
+        self._stages = tuple(stages)
+        self._epoch = epoch
+        self._on_clock = on_clock
+        self._unsent = tuple(asyncio.Queue[bytes](MAX_UNSENT_STEPS) for _ in self._stages)
+        self._results = asyncio.Queue[step_pb2.StepResult | StageFailed](MAX_UNREAD_RESULTS)
+        self._failure: StageFailed | None = None
+        self._failed = asyncio.Event()
+        self._last_pp_rank = max(stage.placement.pp_rank for stage in self._stages)
+        self._last_sent = 0
+        self._progress = {stage.placement.pp_rank: 0 for stage in self._stages}
+        self._moved_at = 0.0
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline-parallel size."""
+        return self._last_pp_rank + 1
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of every step on this pipeline."""
+        return self._epoch
+
+    def send(self, step: step_pb2.Step) -> None:
+        """Hands a step to every stage. Raises `StageFailed` on a broken pipeline."""
+        if self._failure is not None:
+            raise self._failure
+        data = stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
+        for queue in self._unsent:
+            queue.put_nowait(data)
+        if self._last_sent == self._progress[self._last_pp_rank]:
+            self._moved_at = asyncio.get_running_loop().time()
+        self._last_sent = step.step_id
+
+    async def next_result(self) -> step_pb2.StepResult:
+        """The last stage's next result. Raises `StageFailed` with the first cause."""
+        result = await self._results.get()
+        if isinstance(result, StageFailed):
+            raise result
+        return result
+
+    async def run(self) -> None:
+        """Runs the streams until cancelled. Failures go to `next_result`, not out of here."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            for stage, queue in zip(self._stages, self._unsent, strict=True):
+                tasks.create_task(self._read(stage, queue))
+
+    async def _watch(self) -> None:
+        """Notices a step that no stage moves any more, and names the stage that holds it."""
+        loop = asyncio.get_running_loop()
+        while self._failure is None:
+            await asyncio.sleep(WATCH_INTERVAL_SECONDS)
+            in_flight = self._last_sent > self._progress[self._last_pp_rank]
+            if in_flight and loop.time() - self._moved_at > STUCK_AFTER_SECONDS:
+                pp_rank, done = min(self._progress.items(), key=lambda entry: (entry[1], entry[0]))
+                self.fail(
+                    StageFailed(
+                        f"no stage has moved for {STUCK_AFTER_SECONDS:.0f} s: stage {pp_rank} did "
+                        f"step {done} last and holds step {done + 1}"
+                    )
+                )
+
+    async def _read(self, stage: Stage, queue: asyncio.Queue[bytes]) -> None:
+        pp_rank = stage.placement.pp_rank
+        first_of_stage = stage.placement.tp_ranks[0] == 0
+        loop = asyncio.get_running_loop()
+        call = stage.client.execute(_drain(queue))
+        try:
+            async for response in call:
+                if response.WhichOneof("event") == "error":
+                    await self._failed_on(response.error)
+                    return
+                if first_of_stage:
+                    self._progress[pp_rank] = response.result.step_id
+                    self._moved_at = loop.time()
+                    self._on_clock(pp_rank, response.result.clock)
+                    if pp_rank == self._last_pp_rank:
+                        self._results.put_nowait(response.result)
+        except grpc.aio.AioRpcError as error:
+            self.fail(stage.client.failed("its step stream", error))
+        else:
+            self.fail(StageFailed(f"stage {pp_rank} at {stage.client.address} has left the mesh"))
+        finally:
+            call.cancel()
+
+    async def _failed_on(self, error: step_pb2.StageError) -> None:
+        failure = StageFailed(f"stage {error.pp_rank} failed ({error.reason}): {error.message}")
+        if error.reason == ECHO_REASON:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), FIRST_CAUSE_WAIT_SECONDS)
+        self.fail(failure)
+
+    def fail(self, failure: StageFailed) -> None:
+        """Ends the pipeline; the first failure counts. Also called for a member that goes silent."""
+        if self._failure is None:
+            self._failure = failure
+            self._failed.set()
+            self._results.put_nowait(failure)
+
+
+async def _drain(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
+    while True:
+        yield await queue.get()

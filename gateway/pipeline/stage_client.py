@@ -1,0 +1,103 @@
+"""One stage worker, as the gateway calls it.
+
+Every call has a deadline and ends in an error of the tree that names the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from services.errors import StageFailed
+from services.rpc.errors import error_from_rpc
+from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, topology_pb2
+
+RANKS_START_TIMEOUT_SECONDS = 120.0
+LOAD_TIMEOUT_SECONDS = 1800.0
+CALL_TIMEOUT_SECONDS = 5.0
+FORM_TIMEOUT_SECONDS = 30.0
+
+_EXECUTE = "/stagemesh.v1.StageWorkerService/Execute"
+
+
+class StageClient:
+    """Calls one stage worker."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str, pp_rank: int) -> None:
+        self.address = address
+        self.pp_rank = pp_rank
+        self._channel = channel
+        self._stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
+
+    def failed(self, doing: str, error: grpc.aio.AioRpcError) -> StageFailed:
+        """A call's failure with the stage's name in front of its cause."""
+        cause = error_from_rpc(error).message
+        return StageFailed(f"stage {self.pp_rank} at {self.address}: {doing} failed: {cause}")
+
+    async def open_store(self, epoch: int) -> str:
+        """Lets the stage's first rank open the epoch's store. Raises `StageFailed`."""
+        request = stage_worker_pb2.OpenStoreRequest(epoch=epoch)
+        try:
+            response = await self._stub.OpenStore(request, timeout=RANKS_START_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise self.failed("opening the store", error) from None
+        return str(response.address)
+
+    async def form_group(
+        self, epoch: int, store_address: str, topology: topology_pb2.Topology
+    ) -> None:
+        """Lets the stage's ranks join the epoch's groups. Raises `StageFailed`."""
+        request = stage_worker_pb2.FormGroupRequest(
+            epoch=epoch,
+            store_address=store_address,
+            topology=topology,
+            timeout_seconds=FORM_TIMEOUT_SECONDS,
+        )
+        timeout = RANKS_START_TIMEOUT_SECONDS + FORM_TIMEOUT_SECONDS
+        try:
+            await self._stub.FormGroup(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise self.failed(f"forming the groups of epoch {epoch}", error) from None
+
+    async def load(
+        self,
+        plan: stage_worker_pb2.StagePlan,
+        on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+    ) -> list[stage_worker_pb2.RankReport]:
+        """Brings the stage to a plan. Raises `StageFailed`."""
+        reports: list[stage_worker_pb2.RankReport] = []
+        call = self._stub.Load(
+            stage_worker_pb2.LoadRequest(plan=plan), timeout=LOAD_TIMEOUT_SECONDS
+        )
+        try:
+            async for response in call:
+                if response.WhichOneof("event") == "progress":
+                    on_progress(self.pp_rank, response.progress)
+                else:
+                    reports.append(response.report)
+        except grpc.aio.AioRpcError as error:
+            raise self.failed("loading", error) from None
+        return reports
+
+    def execute(
+        self, requests: AsyncIterator[bytes]
+    ) -> grpc.aio.StreamStreamCall[bytes, stage_worker_pb2.ExecuteResponse]:
+        """Opens the step stream. Requests are serialized once, for all stages."""
+        method = self._channel.stream_stream(
+            _EXECUTE,
+            request_serializer=None,
+            response_deserializer=stage_worker_pb2.ExecuteResponse.FromString,
+        )
+        return method(requests)
+
+    async def drain(self) -> None:
+        """Tells the worker to leave; one that is gone already is no error."""
+        try:
+            await self._stub.Drain(stage_worker_pb2.DrainRequest(), timeout=CALL_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()

@@ -1,0 +1,151 @@
+"""Who is in the mesh: a pure table of places, joins and heartbeats.
+
+No I/O and no clock of its own: callers pass the time. One worker holds one
+stage; the table says who may join, who is missing and who has gone silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.errors import JoinRefused
+from services.topology.facts import MeshShape
+from services.topology.fingerprint import require_equal
+from services.topology.placement import StagePlacement
+from services.topology.wire import placement_to_proto, shape_to_proto
+from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
+
+HEARTBEAT_INTERVAL_SECONDS = 1.0
+MEMBER_TIMEOUT_SECONDS = 3.0
+"""A death or a frozen process is known after this long."""
+HEAD_TIMEOUT_SECONDS = 8.0
+"""A worker leaves after this long without its head: inside the 10 s that users are promised."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker that has joined."""
+
+    worker_id: str
+    node: str
+    address: str
+    pid: int
+    placement: StagePlacement
+    heard_at: float
+    status: stage_worker_pb2.StatusResponse = field(default_factory=stage_worker_pb2.StatusResponse)
+
+
+class Membership:
+    """The places of one mesh and who holds them."""
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        placements: Sequence[StagePlacement],
+        fingerprint: topology_pb2.Fingerprint,
+    ) -> None:
+        self._shape = shape
+        self._fingerprint = fingerprint
+        self._placements = {_place(placement): placement for placement in placements}
+        self._members: dict[tuple[int, int, int], Member] = {}
+        self._joined = 0
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Everybody who has joined, in rank order."""
+        return tuple(self._members[place] for place in sorted(self._members))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every place is taken."""
+        return len(self._members) == len(self._placements)
+
+    def missing(self) -> tuple[str, ...]:
+        """The places that nobody holds, in words."""
+        return tuple(_words(place) for place in sorted(self._placements.keys() - self._members))
+
+    def join(self, request: control_pb2.JoinRequest, now: float) -> control_pb2.JoinResponse:
+        """Gives a worker its place. Raises `JoinRefused` and changes nothing when it cannot."""
+        require_equal(self._fingerprint, request.fingerprint)
+        place = self._wanted_place(request)
+        placement = self._placements[place]
+        needed = len(placement.tp_ranks)
+        if request.num_devices < needed:
+            raise JoinRefused(
+                f"{_words(place)} needs {needed} devices (tensor_parallel_size); worker "
+                f"{request.address} on {request.node} has {request.num_devices}"
+            )
+        self._joined += 1
+        member = Member(
+            worker_id=f"worker-{self._joined}",
+            node=request.node,
+            address=request.address,
+            pid=request.pid,
+            placement=placement,
+            heard_at=now,
+        )
+        self._members[place] = member
+        return control_pb2.JoinResponse(
+            worker_id=member.worker_id,
+            topology=shape_to_proto(self._shape),
+            placement=placement_to_proto(placement),
+            heartbeat_interval_seconds=HEARTBEAT_INTERVAL_SECONDS,
+            head_timeout_seconds=HEAD_TIMEOUT_SECONDS,
+        )
+
+    def _wanted_place(self, request: control_pb2.JoinRequest) -> tuple[int, int, int]:
+        free = sorted(self._placements.keys() - self._members)
+        if not request.HasField("wanted"):
+            if free:
+                return free[0]
+            raise JoinRefused(
+                f"worker {request.address} on {request.node} is one too many: all "
+                f"{len(self._placements)} places of this mesh are taken"
+            )
+        matching = [
+            place
+            for place in self._placements
+            if place[:2] == (request.wanted.dp_rank, request.wanted.pp_rank)
+        ]
+        if not matching:
+            raise JoinRefused(
+                f"worker {request.address} on {request.node} wants stage {request.wanted.pp_rank}, "
+                f"and this mesh has stages 0 to {self._shape.pp_size - 1}"
+            )
+        for place in matching:
+            if place in free:
+                return place
+        holder = self._members[matching[0]]
+        raise JoinRefused(
+            f"{_words(matching[0])} is held by worker {holder.address} on {holder.node} "
+            f"(pid {holder.pid}); worker {request.address} on {request.node} (pid {request.pid}) "
+            "wants it too. Give each stage worker a --pp-rank of its own"
+        )
+
+    def heartbeat(
+        self, request: control_pb2.HeartbeatRequest, now: float
+    ) -> control_pb2.HeartbeatResponse:
+        """Takes a worker's word that it lives; tells a stranger to leave."""
+        for member in self._members.values():
+            if member.worker_id == request.worker_id:
+                member.heard_at = now
+                member.status.CopyFrom(request.status)
+                return control_pb2.HeartbeatResponse()
+        return control_pb2.HeartbeatResponse(
+            leave=True, leave_reason=f"{request.worker_id} is not a member of this mesh"
+        )
+
+    def silent(self, now: float) -> tuple[Member, ...]:
+        """Members that have not been heard of for too long."""
+        return tuple(
+            member for member in self.members if now - member.heard_at > MEMBER_TIMEOUT_SECONDS
+        )
+
+
+def _place(placement: StagePlacement) -> tuple[int, int, int]:
+    return (placement.dp_rank, placement.pp_rank, placement.tp_ranks[0])
+
+
+def _words(place: tuple[int, int, int]) -> str:
+    return f"stage {place[1]} (replica {place[0]}, TP ranks from {place[2]})"

@@ -1,0 +1,69 @@
+"""The control service: workers meet here, on every node, before a mesh runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+
+from services.control.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
+from services.errors import JoinRefused, StageFailed
+from stagemesh.v1 import control_pb2, control_pb2_grpc
+
+log = logging.getLogger("stagemesh.control")
+
+
+class ControlService(control_pb2_grpc.ControlServiceServicer):
+    """`Membership` behind gRPC, with the waits around it."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self._changed = asyncio.Event()
+
+    async def Join(
+        self, request: control_pb2.JoinRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.JoinResponse:
+        """A worker offers itself."""
+        now = asyncio.get_running_loop().time()
+        try:
+            response = self.membership.join(request, now)
+        except JoinRefused as refusal:
+            log.warning("join refused: %s", refusal.message)
+            raise
+        log.info(
+            "stage %d joined: %s at %s", response.placement.pp_rank, request.node, request.address
+        )
+        self._changed.set()
+        return response
+
+    async def Heartbeat(
+        self, request: control_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.HeartbeatResponse:
+        """A worker lives."""
+        return self.membership.heartbeat(request, asyncio.get_running_loop().time())
+
+    async def complete(self, timeout_seconds: float) -> None:
+        """Waits until every place is taken. Raises `StageFailed` naming who is missing."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not self.membership.complete:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            joined = ", ".join(member.address for member in self.membership.members) or "nobody"
+            raise StageFailed(
+                f"not all stage workers joined within {timeout_seconds:.0f} s: missing "
+                f"{', '.join(self.membership.missing())}; joined: {joined}. Their log lines say why"
+            ) from None
+
+    async def watch(self) -> None:
+        """Runs until a member goes silent, and then raises `StageFailed` naming it."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
+            for member in self.membership.silent(asyncio.get_running_loop().time()):
+                raise StageFailed(
+                    f"the worker of stage {member.placement.pp_rank} ({member.address}, pid "
+                    f"{member.pid} on {member.node}) has been silent for more than 3 s: it is "
+                    "stopped, hung or cut off"
+                )

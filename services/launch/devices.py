@@ -1,0 +1,67 @@
+"""Which devices this node has, told without importing torch.
+
+The stage worker and the launcher need only kinds and counts; the rank process
+asks its platform for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """How a kind of device shows itself on a Linux node."""
+
+    name: str
+    visible_env: str
+    """Comma-separated indices, as the vendor's runtime reads it."""
+    node_pattern: str
+    """Files in /dev, one for each device."""
+
+
+KINDS = (
+    DeviceKind("npu", "ASCEND_RT_VISIBLE_DEVICES", r"davinci\d+"),
+    DeviceKind("cuda", "CUDA_VISIBLE_DEVICES", r"nvidia\d+"),
+)
+
+
+def count_devices(kind: DeviceKind, dev: Path = Path("/dev")) -> int:
+    """Devices of a kind that this process may use."""
+    present = sum(1 for entry in dev.iterdir() if re.fullmatch(kind.node_pattern, entry.name))
+    visible = os.environ.get(kind.visible_env)
+    if visible is None:
+        return present
+    return min(present, len([index for index in visible.split(",") if index.strip()]))
+
+
+def resolve_device(asked: str, dev: Path = Path("/dev")) -> tuple[str, int | None]:
+    """The kind to use and how many there are; None for the CPU, where a device is a process.
+
+    "auto" takes an accelerator when one is there. Raises `ConfigError` when a
+    kind is asked for that this node does not have.
+    """
+    for kind in KINDS:
+        if asked not in ("auto", kind.name):
+            continue
+        count = count_devices(kind, dev)
+        if count:
+            return kind.name, count
+        if asked == kind.name:
+            raise ConfigError(
+                f"--device {asked}: no {asked} device is visible on this node "
+                f"(/dev has none, or {kind.visible_env} hides them). Use --device cpu, or check "
+                "the driver",
+                param="--device",
+            )
+    return "cpu", None
+
+
+def threads_per_rank(num_ranks_on_node: int) -> int:
+    """Threads for each rank's operators, so that ranks do not fight for cores."""
+    return max(1, (os.cpu_count() or 1) // num_ranks_on_node)

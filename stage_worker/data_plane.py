@@ -1,0 +1,210 @@
+"""Activations from stage to stage, and the TP group of a stage.
+
+The epoch is the communicator: groups are formed anew for each epoch, and order
+is first-in first-out per edge, so what crosses carries no header. Shapes come
+from the step's control message, so a receive is posted before the sender has
+computed anything. Every operation is asynchronous and waited for with a
+deadline: a blocking call would wait for the group's whole time-out when a
+survivor has left the group (measured with gloo, see docs/decisions/002).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from services.rpc.addresses import interface_of, join_host_port
+from services.topology.facts import MeshShape
+from stagemesh.v1 import topology_pb2
+
+DEFAULT_STEP_TIMEOUT_SECONDS = 60.0
+STORE_BACKLOG = 1024
+
+
+class PeerLost(Exception):
+    """A neighbour on the data plane is gone or silent. Rarely the first cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingReceive:
+    """Receives that are posted; the tensors are valid after `wait`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...]
+    timeout: timedelta
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Blocks until all tensors are there. Raises `PeerLost`."""
+        try:
+            for work in self.works:
+                work.wait(self.timeout)
+        except RuntimeError as error:
+            raise PeerLost(f"receiving from the stage before failed: {first_line(error)}") from error
+        return self.tensors
+
+
+NOTHING = PendingReceive((), (), timedelta(0))
+
+
+class DataPlane:
+    """One rank's collective groups in one epoch at a time.
+
+    `post_receive` may be called from another thread than `send`: they use
+    different edges.
+    """
+
+    def __init__(
+        self, backend: str, host: str, device: torch.device, step_timeout_seconds: float
+    ) -> None:
+        self._backend = backend
+        self._host = host
+        self._device = device
+        self._timeout = timedelta(seconds=step_timeout_seconds)
+        self._opened: dist.TCPStore | None = None
+        self._store: dist.TCPStore | None = None
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._previous: int | None = None
+        self._next: int | None = None
+        self.tensor_parallel_group: dist.ProcessGroup | None = None
+
+    def open_store(self) -> str:
+        """Binds this epoch's rendezvous store and returns its "host:port".
+
+        The socket is ours and handed to the store: on its own the store would
+        listen on all interfaces, and a port must be bound before it is announced.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((self._host, 0))
+        listener.listen(STORE_BACKLOG)
+        port = listener.getsockname()[1]
+        self._opened = dist.TCPStore(
+            self._host,
+            port,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return join_host_port(self._host, port)
+
+    def form(
+        self,
+        epoch: int,
+        store_address: str,
+        shape: MeshShape,
+        pp_rank: int,
+        tp_rank: int,
+        timeout_seconds: float,
+    ) -> None:
+        """Forms the epoch's groups; blocks until all ranks have met. Raises `PeerLost`."""
+        self.leave()
+        timeout = timedelta(seconds=timeout_seconds)
+        host, _, port = store_address.rpartition(":")
+        interface = interface_of(self._host)
+        if interface is not None:
+            # Without it gloo listens on whatever the host name resolves to.
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        rank = shape.global_rank(pp_rank, tp_rank)
+        try:
+            # The rank that opened the store uses it; the others dial it.
+            store = self._opened or dist.TCPStore(
+                host.strip("[]"),
+                int(port),
+                is_master=False,
+                timeout=timeout,
+                wait_for_workers=False,
+            )
+            self._opened, self._store = None, store
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(f"epoch-{epoch}", store),
+                rank=rank,
+                world_size=shape.world_size,
+                timeout=timeout,
+            )
+            self.tensor_parallel_group = self._form_tensor_parallel(shape, pp_rank, timeout)
+        except (RuntimeError, ValueError) as error:
+            raise PeerLost(
+                f"forming the groups of epoch {epoch} over the store at {store_address} failed: "
+                f"{first_line(error)}"
+            ) from error
+        last = shape.pp_size - 1
+        self._previous = rank - shape.tp_size if pp_rank > 0 else None
+        self._next = rank + shape.tp_size if pp_rank < last else None
+
+    def _form_tensor_parallel(
+        self, shape: MeshShape, pp_rank: int, timeout: timedelta
+    ) -> dist.ProcessGroup | None:
+        if shape.tp_size == 1:
+            return None
+        mine = None
+        for stage in range(shape.pp_size):  # every rank takes part in making every group
+            first = shape.global_rank(stage, 0)
+            group = dist.new_group(list(range(first, first + shape.tp_size)), timeout=timeout)
+            if stage == pp_rank:
+                mine = group
+        return mine
+
+    def post_receive(self, schema: topology_pb2.BoundarySchema, num_tokens: int) -> PendingReceive:
+        """Posts the receives of one step: per tensor [num_tokens, *trailing_shape]."""
+        if self._previous is None or num_tokens == 0:
+            return NOTHING
+        tensors = tuple(
+            torch.empty(
+                (num_tokens, *tensor.trailing_shape),
+                dtype=getattr(torch, tensor.dtype),
+                device=self._device,
+            )
+            for tensor in schema.tensors
+        )
+        try:
+            works = tuple(self._receive(tensor) for tensor in tensors)
+        except RuntimeError as error:
+            raise PeerLost(f"posting a receive failed: {first_line(error)}") from error
+        return PendingReceive(tensors, works, self._timeout)
+
+    def _receive(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.irecv(tensor, src=self._previous)
+        if work is None:
+            raise PeerLost("this rank is not in the group that it receives from")
+        return work
+
+    def send(self, tensors: Sequence[torch.Tensor], max_pending: int) -> None:
+        """Sends one step's tensors on, and waits for sends older than `max_pending` tensors.
+
+        The tensors are held until their send is done: gloo's is a rendezvous with
+        the posted receive and reads the memory until then.
+        """
+        if self._next is None:
+            return
+        try:
+            for tensor in (given.contiguous() for given in tensors):
+                work = dist.isend(tensor, dst=self._next)
+                if work is not None:
+                    self._sends.append((work, tensor))
+            while len(self._sends) > max_pending:
+                work, _ = self._sends[0]
+                work.wait(self._timeout)
+                self._sends.popleft()
+        except RuntimeError as error:
+            raise PeerLost(f"sending to the next stage failed: {first_line(error)}") from error
+
+    def leave(self) -> None:
+        """Leaves the present epoch's groups, if there are any."""
+        self._sends.clear()
+        self.tensor_parallel_group = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def first_line(error: BaseException) -> str:
+    """A collective library's message without its advice and stack."""
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

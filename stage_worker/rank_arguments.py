@@ -1,0 +1,41 @@
+"""The command line between a stage worker and the rank processes that it starts. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class RankArguments:
+    """What a rank knows before its first command; the rest comes over the socket."""
+
+    fd: int
+    """Its end of the socket pair."""
+    parent_pid: int
+    host: str
+    """Address on which it may listen for its neighbours."""
+    device: str
+    device_index: int
+    num_threads: int
+    pp_rank: int
+    tp_rank: int
+    step_timeout_seconds: float
+
+    def to_argv(self) -> list[str]:
+        """Flags that `parse` turns back into this."""
+        argv: list[str] = []
+        for field in fields(self):
+            argv += [f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))]
+        return argv
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> RankArguments:
+        """Reads what `to_argv` wrote; exits with a usage error on anything else."""
+        parser = argparse.ArgumentParser(prog="python -m stage_worker.rank_main")
+        kinds = {"int": int, "float": float, "str": str}
+        for field in fields(cls):
+            flag = f"--{field.name.replace('_', '-')}"
+            parser.add_argument(flag, type=kinds[str(field.type)], required=True)
+        return cls(**vars(parser.parse_args(argv)))

@@ -1,0 +1,267 @@
+"""What a rank does with each command, and the clock of each step.
+
+Knows nothing of gRPC or of other ranks' processes. Commands are applied in the
+order in which they come; after an error the rank takes no further step until a
+new epoch is formed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from services.errors import StagemeshError
+from services.topology.checkpoint import inspect_checkpoint
+from services.topology.fingerprint import (
+    build_fingerprint,
+    environment_fingerprint,
+    require_equal,
+)
+from services.topology.wire import shape_from_proto
+from stage_worker import ipc
+from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
+from stage_worker.layers.tensor_parallel import TensorParallel
+from stage_worker.platforms import select_platform
+from stage_worker.rank_arguments import RankArguments
+from stage_worker.runner import StageRunner
+from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
+
+log = logging.getLogger("stagemesh.rank")
+_T = TypeVar("_T")
+
+MAX_QUEUED_COMMANDS = 256
+"""The scheduler keeps far fewer steps in flight; a full queue makes the reader wait."""
+MAX_PENDING_SENDS = 4
+"""Tensors on their way to the next stage before a send waits for the oldest."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    """A step whose receives are posted."""
+
+    step: step_pb2.Step
+    receive: PendingReceive
+
+
+class RankLoop:
+    """One rank's state and main loop."""
+
+    def __init__(self, arguments: RankArguments, sock: socket.socket) -> None:
+        self._arguments = arguments
+        self._sock = sock
+        self._write_lock = threading.Lock()
+        self._queue: queue.Queue[rank_pb2.RankCommand | QueuedStep] = queue.Queue(
+            MAX_QUEUED_COMMANDS
+        )
+        self._platform = select_platform(arguments.device)
+        self._platform.set_up(arguments.device_index, arguments.num_threads)
+        self._device = self._platform.device(arguments.device_index)
+        self._plane = DataPlane(
+            self._platform.collective_backend,
+            arguments.host,
+            self._device,
+            arguments.step_timeout_seconds,
+        )
+        self._tensor_parallel = TensorParallel(rank=arguments.tp_rank, size=1, group=None)
+        self._runner: StageRunner | None = None
+        self._epoch = 0
+        self._last_step_id = 0
+        self._failed = False
+        self._step_done_ns = time.monotonic_ns()
+
+    # On the reader thread.
+
+    def read_commands(self) -> None:
+        """Takes commands off the socket until the worker closes it."""
+        while (command := ipc.read_command(self._sock)) is not None:
+            if command.WhichOneof("command") == "step":
+                self._queue.put(self._post(command.step))
+            else:
+                self._queue.put(command)
+
+    def _post(self, step: step_pb2.Step) -> QueuedStep:
+        """Posts the step's receives before its turn comes, so that the sender never waits."""
+        receive = NOTHING
+        if self._runner is not None and step.epoch == self._epoch and not self._failed:
+            num_tokens = sum(len(row.token_ids) for row in step.rows)
+            try:
+                receive = self._plane.post_receive(self._runner.boundary_in, num_tokens)
+            except PeerLost as error:
+                self._fail(error, "PEER_LOST", step.step_id)
+        return QueuedStep(step, receive)
+
+    # On the heartbeat thread.
+
+    def send_alive(self) -> None:
+        """Says that the process is not frozen, whatever its main loop does."""
+        self._emit(rank_pb2.RankEvent(alive=rank_pb2.RankAlive(last_step_id=self._last_step_id)))
+
+    # On the main thread.
+
+    def send_hello(self) -> None:
+        """The first event: the process runs and has its device."""
+        hello = rank_pb2.RankHello(
+            pid=os.getpid(),
+            device=f"{self._platform.name}:{self._arguments.device_index}",
+            fingerprint=environment_fingerprint(),
+        )
+        self._emit(rank_pb2.RankEvent(hello=hello))
+
+    def run(self) -> None:
+        """Applies commands until told to stop."""
+        while True:
+            item = self._queue.get()
+            if isinstance(item, QueuedStep):
+                self._guard(self._run_step, item, step_id=item.step.step_id)
+                continue
+            match item.WhichOneof("command"):
+                case "open_store":
+                    self._guard(self._open_store, item.open_store)
+                case "form_group":
+                    self._guard(self._form_group, item.form_group)
+                case "load":
+                    self._guard(self._load, item.load)
+                case "stop":
+                    return
+
+    def _guard(
+        self, action: Callable[[_T], None], item: _T, step_id: int | None = None
+    ) -> None:
+        """The edge of this process: any failure becomes an event with its cause."""
+        try:
+            action(item)
+        except PeerLost as error:
+            self._fail(error, "PEER_LOST", step_id)
+        except StagemeshError as error:
+            self._fail(error, error.reason, step_id)
+        except Exception as error:
+            log.exception("unexpected failure")
+            self._fail(error, "STEP_FAILED" if step_id is not None else "RANK_FAILED", step_id)
+
+    def _fail(self, error: Exception, reason: str, step_id: int | None) -> None:
+        self._failed = True
+        known = isinstance(error, StagemeshError | PeerLost)
+        self._emit(
+            rank_pb2.RankEvent(
+                error=step_pb2.StageError(
+                    reason=reason,
+                    message=str(error) if known else f"{type(error).__name__}: {error}",
+                    pp_rank=self._arguments.pp_rank,
+                    tp_rank=self._arguments.tp_rank,
+                    epoch=self._epoch,
+                    step_id=step_id,
+                )
+            )
+        )
+
+    def _open_store(self, request: stage_worker_pb2.OpenStoreRequest) -> None:
+        address = self._plane.open_store()
+        self._emit(
+            rank_pb2.RankEvent(store_opened=stage_worker_pb2.OpenStoreResponse(address=address))
+        )
+
+    def _form_group(self, request: stage_worker_pb2.FormGroupRequest) -> None:
+        shape = shape_from_proto(request.topology)
+        self._plane.form(
+            request.epoch,
+            request.store_address,
+            shape,
+            self._arguments.pp_rank,
+            self._arguments.tp_rank,
+            request.timeout_seconds,
+        )
+        self._tensor_parallel.size = shape.tp_size
+        self._tensor_parallel.group = self._plane.tensor_parallel_group
+        if self._runner is not None:
+            self._runner.reset()
+        self._epoch = request.epoch
+        self._last_step_id = 0
+        self._failed = False
+        self._emit(
+            rank_pb2.RankEvent(
+                group_formed=stage_worker_pb2.FormGroupResponse(epoch=request.epoch)
+            )
+        )
+
+    def _load(self, plan: stage_worker_pb2.StagePlan) -> None:
+        shape = shape_from_proto(plan.topology)
+        own = build_fingerprint(
+            inspect_checkpoint(Path(plan.model_path)),
+            shape,
+            dtype=plan.dtype,
+            block_size=plan.block_size,
+        )
+        rank = f"stage {self._arguments.pp_rank} TP rank {self._arguments.tp_rank}"
+        require_equal(plan.fingerprint, own, worker_name=rank)
+        if self._runner is None:
+            self._runner = StageRunner(
+                plan,
+                self._arguments.tp_rank,
+                self._arguments.device_index,
+                self._platform,
+                self._tensor_parallel,
+            )
+            report = self._runner.load(self._report_progress)
+        else:
+            report = self._runner.apply_plan(plan, self._report_progress)
+        self._step_done_ns = time.monotonic_ns()
+        self._emit(rank_pb2.RankEvent(loaded=report))
+
+    def _report_progress(self, loaded_bytes: int, total_bytes: int) -> None:
+        progress = stage_worker_pb2.LoadProgress(
+            tp_rank=self._arguments.tp_rank, loaded_bytes=loaded_bytes, total_bytes=total_bytes
+        )
+        self._emit(rank_pb2.RankEvent(load_progress=progress))
+
+    def _run_step(self, queued: QueuedStep) -> None:
+        """Runs one step; the four phases are read off one chain of clock readings."""
+        started_ns = time.monotonic_ns()
+        step = queued.step
+        if self._failed:
+            return
+        if self._runner is None or step.epoch != self._epoch:
+            raise StagemeshError(
+                f"step {step.step_id} is of epoch {step.epoch}; this rank is in epoch {self._epoch}"
+            )
+        if step.step_id != self._last_step_id + 1:
+            raise StagemeshError(
+                f"step {step.step_id} does not follow step {self._last_step_id}; nothing was applied"
+            )
+        prepared = self._runner.prepare(step)
+        prepared_ns = time.monotonic_ns()
+        received = queued.receive.wait()
+        received_ns = time.monotonic_ns()
+        output = self._runner.compute(prepared, received)
+        self._platform.synchronize()
+        computed_ns = time.monotonic_ns()
+        self._plane.send(output.sent, MAX_PENDING_SENDS)
+        sent_ns = time.monotonic_ns()
+        clock = step_pb2.StageClock(
+            control_wait_ns=started_ns - self._step_done_ns,
+            receive_ns=received_ns - prepared_ns,
+            compute_ns=(prepared_ns - started_ns) + (computed_ns - received_ns),
+            send_ns=sent_ns - computed_ns,
+        )
+        self._step_done_ns = sent_ns
+        self._last_step_id = step.step_id
+        result = step_pb2.StepResult(
+            epoch=step.epoch, step_id=step.step_id, rows=output.rows, clock=clock
+        )
+        self._emit(rank_pb2.RankEvent(result=result))
+
+    def _emit(self, event: rank_pb2.RankEvent) -> None:
+        frame = ipc.encode(event)
+        with self._write_lock:
+            try:
+                self._sock.sendall(frame)
+            except (BrokenPipeError, ConnectionResetError):
+                # The worker is gone; the reader sees the same and ends the process.
+                log.warning("the stage worker is gone")

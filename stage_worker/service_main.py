@@ -1,0 +1,139 @@
+"""`stagemesh stage-worker`: one stage worker, from join to exit.
+
+Binds its port, joins the mesh, starts the ranks that its place asks for, and
+then answers the gateway until it is told to leave, the head is gone, its
+launcher is gone, or it gets a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+
+import uvloop
+
+from services.config import StageWorkerConfig
+from services.control.client import ControlClient
+from services.errors import StagemeshError, failure_of
+from services.launch.devices import resolve_device, threads_per_rank
+from services.launch.process import die_with_parent
+from services.rpc.channel import create_channel
+from services.rpc.server import RpcServer, host_port
+from services.telemetry.logging import set_up_logging
+from services.topology.fingerprint import environment_fingerprint
+from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_process import RankProcess
+from stage_worker.service import StageWorker
+from stagemesh.v1 import control_pb2, stage_worker_pb2_grpc, topology_pb2
+
+log = logging.getLogger("stagemesh.stage_worker")
+
+SERVICE_NAME = "stagemesh.v1.StageWorkerService"
+STOP_GRACE_SECONDS = 1.0
+DEFAULT_STEP_TIMEOUT_SECONDS = 60.0
+
+
+class Left(Exception):
+    """The worker has been told to leave; ends its task group."""
+
+
+def run(config: StageWorkerConfig) -> int:
+    """Runs one stage worker. Returns the exit code: 0 when it was told to leave."""
+    if config.launcher_pid is not None:
+        die_with_parent(config.launcher_pid)
+    stage = "?" if config.pp_rank is None else config.pp_rank
+    set_up_logging(f"stage {stage}")
+    try:
+        uvloop.run(_serve(config))
+    except* Left:
+        return 0
+    except* StagemeshError as errors:
+        failure = failure_of(errors)
+        log.error("%s", failure.message if failure else errors)
+        return 1
+    return 0
+
+
+async def _serve(config: StageWorkerConfig) -> None:
+    device, num_devices = resolve_device(config.device)
+    worker = StageWorker()
+    server = RpcServer([SERVICE_NAME])
+    stage_worker_pb2_grpc.add_StageWorkerServiceServicer_to_server(worker, server.grpc_server)
+    port = server.bind(config.host, config.port)
+    await server.start()
+    head = host_port(config.master_addr, config.master_port)
+    channel = create_channel(head)
+    control = ControlClient(channel, head)
+    request = control_pb2.JoinRequest(
+        node=socket.gethostname(),
+        node_rank=config.node_rank,
+        address=host_port(config.host, port),
+        pid=os.getpid(),
+        fingerprint=environment_fingerprint(),
+        device=device,
+        num_devices=num_devices or 0,
+    )
+    if config.pp_rank is not None:
+        request.wanted.CopyFrom(topology_pb2.Placement(pp_rank=config.pp_rank))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_until_left(worker, config))
+            joined = await control.join(request, config.join_timeout_seconds)
+            _start_ranks(worker, tasks, config, joined, device)
+            tasks.create_task(_until_sent_away(control, joined, worker))
+    finally:
+        for rank in worker.ranks:
+            await rank.stop()
+        await server.stop(grace_seconds=STOP_GRACE_SECONDS)
+        await channel.close()
+
+
+def _start_ranks(
+    worker: StageWorker,
+    tasks: asyncio.TaskGroup,
+    config: StageWorkerConfig,
+    joined: control_pb2.JoinResponse,
+    device: str,
+) -> None:
+    placement, topology = joined.placement, joined.topology
+    num_ranks = topology.tp_size * topology.pp_size * topology.dp_size
+    for tp_rank, device_index in zip(placement.tp_ranks, placement.device_indices, strict=True):
+        rank = RankProcess(
+            RankArguments(
+                fd=-1,
+                parent_pid=os.getpid(),
+                host=config.host,
+                device=device,
+                device_index=device_index,
+                num_threads=config.cpu_threads or threads_per_rank(num_ranks),
+                pp_rank=placement.pp_rank,
+                tp_rank=tp_rank,
+                step_timeout_seconds=DEFAULT_STEP_TIMEOUT_SECONDS,
+            ),
+            worker.on_result,
+            worker.on_failure,
+        )
+        worker.ranks.append(rank)
+        tasks.create_task(rank.run())
+
+
+async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:
+    """Ends the worker's task group on a signal, on Drain, or with its launcher."""
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, worker.leave.set)
+    if config.lifeline_fd is not None:
+        # Nothing is ever written to it: it becomes readable when the launcher is gone.
+        loop.add_reader(config.lifeline_fd, worker.leave.set)
+    await worker.leave.wait()
+    raise Left
+
+
+async def _until_sent_away(
+    control: ControlClient, joined: control_pb2.JoinResponse, worker: StageWorker
+) -> None:
+    await control.heartbeats(joined, worker.status)
+    raise Left
