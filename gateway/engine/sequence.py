@@ -1,0 +1,103 @@
+"""One choice of a request, as the scheduler sees it.
+
+The token log (prompt, then output) is the only truth about a sequence:
+everything else, its slot, its blocks, how far the stages are, can be thrown
+away and made again from the log. Preemption and recovery do exactly that.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from gateway.engine.types import FinishReason, SamplingParams, StopConditions
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """Holds neither slot nor blocks; new, or preempted."""
+    RUNNING = "running"
+    """Holds a slot."""
+    FINISHED = "finished"
+    """Holds nothing; results that still arrive for it are dropped."""
+
+
+class Sequence:
+    """State of one choice. Written by the scheduler only."""
+
+    __slots__ = (
+        "arrival",
+        "block_table",
+        "choice_index",
+        "finish_reason",
+        "last_step_id",
+        "num_scheduled_tokens",
+        "prompt_length",
+        "request_id",
+        "rows_in_flight",
+        "sampling",
+        "slot",
+        "status",
+        "stop",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        choice_index: int,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        stop: StopConditions,
+    ) -> None:
+        self.request_id = request_id
+        self.choice_index = choice_index
+        self.sampling = sampling
+        self.stop = stop
+        self.prompt_length = len(prompt_token_ids)
+        self.token_ids: list[int] = list(prompt_token_ids)
+        """The log: prompt and output so far."""
+        self.status = SequenceStatus.WAITING
+        self.arrival = 0
+        """Order of arrival; the lower one is served first and preempted last."""
+        self.num_scheduled_tokens = 0
+        """Tokens of the log sent to the stages: the position of the next query token."""
+        self.slot: int | None = None
+        self.block_table: list[int] = []
+        self.rows_in_flight = 0
+        """Rows sent whose step is not done, of this and of earlier lives."""
+        self.last_step_id = 0
+        """Last step with a row of this sequence; 0 before the first."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens of the log that the stages have not been sent: 0 while the next one is
+        being sampled, 1 when the sequence can decode, more in a prompt."""
+        return len(self.token_ids) - self.num_scheduled_tokens
+
+    @property
+    def most_cached_tokens(self) -> int:
+        """Tokens in the cache at the end; the last token drawn is never fed back."""
+        return self.prompt_length + self.stop.max_tokens - 1
+
+    def append(self, token_id: int) -> bool:
+        """Adds a sampled token to the log; returns whether it ended the sequence.
+
+        Sets `finish_reason`, and `stop_reason` to the token id that stopped it.
+        """
+        self.token_ids.append(token_id)
+        if token_id in self.stop.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = token_id
+        elif self.num_output_tokens >= self.stop.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason is not None
