@@ -15,7 +15,7 @@ import threading
 import time
 
 from services.launch.process import die_with_parent
-from services.telemetry.logging import set_up_logging
+from services.telemetry.logging import setup_logging
 from stage_worker.rank_arguments import RankArguments
 
 HEARTBEAT_SECONDS = 1.0
@@ -26,7 +26,7 @@ def main() -> None:
     """Runs a rank until its worker stops it or goes away; does not return."""
     arguments = RankArguments.parse(sys.argv[1:])
     die_with_parent(arguments.parent_pid)
-    set_up_logging(f"stage {arguments.pp_rank} rank {arguments.tp_rank}")
+    setup_logging(process=f"stage-{arguments.pp_rank}/rank-{arguments.tp_rank}")
     # Torch sizes its thread pool from this when it is imported, hence the late import.
     os.environ["OMP_NUM_THREADS"] = str(arguments.num_threads)
     from stage_worker.rank_loop import RankLoop

@@ -22,7 +22,7 @@ from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import die_with_parent
 from services.rpc.channel import create_channel
 from services.rpc.server import RpcServer, host_port
-from services.telemetry.logging import set_up_logging
+from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.rank_process import RankProcess
@@ -45,7 +45,7 @@ def run(config: StageWorkerConfig) -> int:
     if config.launcher_pid is not None:
         die_with_parent(config.launcher_pid)
     stage = "?" if config.pp_rank is None else config.pp_rank
-    set_up_logging(f"stage {stage}")
+    setup_logging(process=f"stage-{stage}")
     try:
         uvloop.run(_serve(config))
     except* Left:

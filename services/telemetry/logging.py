@@ -52,12 +52,21 @@ def log_event(
 
 
 class KeyValueFormatter(logging.Formatter):
-    """Formats a record as one line; values with blanks or quotes are quoted as JSON."""
+    """Formats a record as one line; values with blanks or quotes are quoted as JSON.
+
+    `process` says which process of a mesh speaks, where several share a terminal.
+    """
+
+    def __init__(self, process: str | None = None) -> None:
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.gmtime(record.created)
         stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', moment)}.{int(record.msecs):03d}Z"
         pairs: list[tuple[str, object]] = []
+        if self._process is not None:
+            pairs.append(("process", self._process))
         request_id = _request_id.get()
         if request_id is not None:
             pairs.append(("request_id", request_id))
@@ -88,14 +97,16 @@ def log_level(environment: Mapping[str, str] | None = None) -> int:
     return int(getattr(logging, name.upper()))
 
 
-def setup_logging(stream: TextIO | None = None, level: int | None = None) -> None:
+def setup_logging(
+    stream: TextIO | None = None, level: int | None = None, *, process: str | None = None
+) -> None:
     """Sends all logs of this process to one stream (default: stderr), replacing other handlers.
 
     Chatty libraries stay at WARNING unless the level is DEBUG.
     """
     chosen = log_level() if level is None else level
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(KeyValueFormatter())
+    handler.setFormatter(KeyValueFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(chosen)
