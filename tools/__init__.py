@@ -1,0 +1,1 @@
+"""Programs for developers of Stagemesh; nothing here is installed."""
