@@ -51,7 +51,7 @@ def generate(root: Path) -> tuple[str, ...]:
 
 def drift(root: Path) -> tuple[str, ...]:
     """Stubs that are missing, changed by hand, out of date or left over."""
-    remedy = "run `make protos`"
+    remedy = "run `make proto`"
     findings = []
     with tempfile.TemporaryDirectory() as directory:
         fresh = Path(directory)

@@ -25,9 +25,10 @@ from services.topology.facts import MeshShape
 from services.topology.jsonfile import read_json_object
 from services.topology.partition import format_partition
 from stagemesh.v1 import topology_pb2
+from stagemesh.version import __version__
 
-# Distributions whose version decides what a rank computes or how it talks.
-PACKAGES = ("stagemesh", "torch", "torch_npu")
+# Distributions whose version, beside our own, decides what a rank computes or how it talks.
+PACKAGES = ("torch", "torch_npu")
 # They differ between copies of one model and change nothing that is computed.
 _IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 _MAX_FIELDS = 100
@@ -65,13 +66,13 @@ def build_fingerprint(
 
 
 def environment_fingerprint() -> topology_pb2.Fingerprint:
-    """What a worker knows before it has a plan: its package versions."""
+    """What a worker knows before it has a plan: versions."""
     return _from_fields(environment_fields())
 
 
 def environment_fields() -> tuple[tuple[str, str], ...]:
-    """(name, version) of every package of `PACKAGES` that is installed. Imports none of them."""
-    fields = []
+    """Our own version, then that of every installed package of `PACKAGES`, imported by none."""
+    fields = [("stagemesh", __version__)]
     for package in PACKAGES:
         try:
             fields.append((package, metadata.version(package)))
@@ -177,7 +178,7 @@ def _weights_hash(checkpoint: CheckpointFacts) -> str:
 def _remedy(name: str) -> str:
     if name in ("config", "weights"):
         return "give every node the same copy of the model"
-    if name in PACKAGES:
+    if name == "stagemesh" or name in PACKAGES:
         return f"install the same version of {name} on every node"
     return "restart the worker, so that it takes the head's plan"
 
