@@ -46,15 +46,16 @@ def run(config: StageWorkerConfig) -> int:
         die_with_parent(config.launcher_pid)
     stage = "?" if config.pp_rank is None else config.pp_rank
     setup_logging(process=f"stage-{stage}")
+    code = 0
     try:
         uvloop.run(_serve(config))
     except* Left:
-        return 0
+        code = 0
     except* StagemeshError as errors:
         failure = failure_of(errors)
-        log.error("%s", failure.message if failure else errors)
-        return 1
-    return 0
+        log.error("%s", failure.message if failure is not None else errors)
+        code = 1
+    return code
 
 
 async def _serve(config: StageWorkerConfig) -> None:

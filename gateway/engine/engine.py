@@ -12,7 +12,7 @@ deadlines and their text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,7 +111,7 @@ class MeshEngine:
             preemptions=self._scheduler.num_preemptions,
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[ChoiceDelta]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Streams the request's choices, interleaved. Close it (`contextlib.aclosing`) to abort.
 
         Nothing happens before the first item is asked for; that is also where a refusal is

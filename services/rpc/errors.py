@@ -30,6 +30,7 @@ from services.errors import (
     Saturated,
     StagemeshError,
     all_errors,
+    failure_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,11 @@ def _guard(handler: Callable[..., Any], method: str) -> Callable[..., Awaitable[
         except StagemeshError as error:
             await abort(context, error)
         except Exception as error:
+            # A task group of the handler wraps the error of its task.
+            known = failure_of(error)
+            if known is not None:
+                await abort(context, known)
+                return None
             # The edge: the caller gets the kind of the fault, the log its trace.
             logger.exception("%s failed", method)
             await abort(
