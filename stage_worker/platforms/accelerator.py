@@ -1,0 +1,57 @@
+"""What CUDA and Ascend have in common: devices with memory of their own, asked
+through `torch.accelerator`."""
+
+from __future__ import annotations
+
+import torch
+
+from services.errors import ConfigError
+from stage_worker.layers.attention.torch_native import TorchNativeAttention
+from stagemesh.v1 import stage_worker_pb2
+
+
+class AcceleratorPlatform:
+    """See `platforms.base.Platform`."""
+
+    name: str
+    collective_backend: str
+
+    def device_count(self) -> int:
+        return torch.accelerator.device_count()
+
+    def device(self, index: int) -> torch.device:
+        return torch.device(self.name, index)
+
+    def set_up(self, index: int, num_threads: int) -> None:
+        count = self.device_count()
+        if index >= count:
+            raise ConfigError(
+                f"{self.name} device {index} is wanted, but this node has {count}; "
+                "use fewer tensor-parallel ranks or stages on it",
+                param="device",
+            )
+        torch.accelerator.set_device_index(index)
+        torch.set_num_threads(max(1, num_threads))
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def memory(self) -> tuple[int, int]:
+        free, total = torch.get_device_module(self.name).mem_get_info()
+        return int(free), int(total)
+
+    def default_kv_bytes(self, plan: stage_worker_pb2.StagePlan) -> int:
+        free, total = self.memory()
+        kept_free = int(total * (1.0 - plan.gpu_memory_utilization))
+        return max(0, free - kept_free - _activation_bytes(plan))
+
+    def attention(self) -> TorchNativeAttention:
+        return TorchNativeAttention()
+
+    def packed_linear(self) -> bool:
+        return False
+
+
+def _activation_bytes(plan: stage_worker_pb2.StagePlan) -> int:
+    """Room for a step's activations: a generous 64 KiB for each query token."""
+    return int(plan.max_num_batched_tokens) * (64 << 10)

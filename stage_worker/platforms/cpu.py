@@ -1,0 +1,63 @@
+"""The CPU: the default where no accelerator is, and what tests run on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from stage_worker.layers.attention.torch_native import TorchNativeAttention
+from stage_worker.layers.linear import packing_works
+from stagemesh.v1 import stage_worker_pb2
+
+MAX_DEFAULT_KV_BYTES = 4 << 30
+"""Per mesh: a laptop keeps room for the user's other programs."""
+DEFAULT_KV_SHARE = 0.3
+"""Share of available memory that all ranks of a mesh take together."""
+
+
+class CpuPlatform:
+    """See `platforms.base.Platform`. All indices are the same device."""
+
+    name = "cpu"
+    collective_backend = "gloo"
+
+    def device_count(self) -> int:
+        return os.cpu_count() or 1
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def set_up(self, index: int, num_threads: int) -> None:
+        torch.set_num_threads(max(1, num_threads))
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> tuple[int, int]:
+        return _available_and_total_bytes()
+
+    def default_kv_bytes(self, plan: stage_worker_pb2.StagePlan) -> int:
+        # Which ranks share this machine is not known here, so all of them are assumed to.
+        ranks = plan.topology.dp_size * plan.topology.tp_size * plan.topology.pp_size
+        free, _ = self.memory()
+        return int(min(MAX_DEFAULT_KV_BYTES, free * DEFAULT_KV_SHARE)) // max(1, ranks)
+
+    def attention(self) -> TorchNativeAttention:
+        return TorchNativeAttention()
+
+    def packed_linear(self) -> bool:
+        return packing_works()
+
+
+def _available_and_total_bytes() -> tuple[int, int]:
+    """From /proc/meminfo on Linux; elsewhere from sysconf, free taken as half."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total // 2, total
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if ":" in line}
+    total = kilobytes["MemTotal"] * 1024
+    return kilobytes.get("MemAvailable", kilobytes["MemFree"]) * 1024, total

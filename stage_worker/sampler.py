@@ -1,0 +1,272 @@
+"""Draws the next tokens from logits.
+
+The order is vLLM's: logit bias, penalties, temperature, min_p, top_k, top_p.
+A token is drawn by inverting the cumulative distribution in vocabulary order
+with one uniform number, which is a pure hash of (seed, choice index, position):
+a replay, another batch or another draft gives the same token. Log probabilities
+are those of the raw logits.
+
+Knows nothing of slots, blocks or stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stage_worker.filters import filter_logits
+from stagemesh.v1 import step_pb2
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_UNIT_53 = 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """Fully resolved sampling parameters of one sequence; see step.proto."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    num_logprobs: int | None
+
+    @classmethod
+    def from_proto(cls, params: step_pb2.SamplingParams) -> DrawParams:
+        """Absent fields take the neutral value."""
+
+        def value(name: str, neutral: float) -> float:
+            return float(getattr(params, name)) if params.HasField(name) else neutral
+
+        return cls(
+            temperature=value("temperature", 1.0),
+            top_p=value("top_p", 1.0),
+            top_k=params.top_k,
+            min_p=value("min_p", 0.0),
+            seed=params.seed,
+            presence_penalty=value("presence_penalty", 0.0),
+            frequency_penalty=value("frequency_penalty", 0.0),
+            repetition_penalty=value("repetition_penalty", 1.0),
+            logit_bias=tuple(params.logit_bias.items()),
+            num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens matter."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before temperature and filters."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class SamplingState:
+    """What the sampler keeps of one sequence: parameters, and token counts where
+    penalties need them."""
+
+    __slots__ = ("_output_counts", "_seen", "choice_index", "params")
+
+    def __init__(
+        self, params: DrawParams, choice_index: int, prompt: Tensor, output: Tensor, vocab_size: int
+    ) -> None:
+        """`prompt` and `output` are the token ids [p] and [o] (int64) so far."""
+        self.params = params
+        self.choice_index = choice_index
+        self._output_counts: Tensor | None = None
+        self._seen: Tensor | None = None
+        if params.has_penalties:
+            self._output_counts = torch.bincount(output, minlength=vocab_size).float()
+            self._seen = self._output_counts > 0
+            self._seen[prompt] = True
+
+    @classmethod
+    def from_start(cls, start: step_pb2.SlotStart, vocab_size: int) -> SamplingState:
+        """State of a sequence that enters, or comes back after a preemption."""
+        history = torch.tensor(list(start.history_token_ids), dtype=torch.int64)
+        return cls(
+            DrawParams.from_proto(start.sampling),
+            start.choice_index,
+            history[: start.prompt_length],
+            history[start.prompt_length :],
+            vocab_size,
+        )
+
+    def append(self, token_id: int) -> None:
+        """Counts a token that was just sampled."""
+        if self._output_counts is not None and self._seen is not None:
+            self._output_counts[token_id] += 1
+            self._seen[token_id] = True
+
+    def adjust(self, logits: Tensor) -> None:
+        """Applies logit bias and penalties to one row of logits [vocab], in place."""
+        params = self.params
+        if params.logit_bias:
+            ids = torch.tensor([token for token, _ in params.logit_bias])
+            bias = torch.tensor([value for _, value in params.logit_bias], dtype=logits.dtype)
+            logits.index_add_(0, ids.to(logits.device), bias.to(logits.device))
+        if self._output_counts is None or self._seen is None:
+            return
+        counts = self._output_counts.to(logits.device)
+        if params.repetition_penalty != 1.0:
+            penalty = params.repetition_penalty
+            punished = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where(self._seen.to(logits.device), punished, logits))
+        logits.sub_(counts, alpha=params.frequency_penalty)
+        logits.sub_((counts > 0).to(logits.dtype), alpha=params.presence_penalty)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRequest:
+    """One row of a step that samples."""
+
+    row: int
+    """Index of the row in its step."""
+    first_logit: int
+    """Index of its first row of logits; the others follow."""
+    position: int
+    """Position of the first sampled token."""
+    draft_token_ids: tuple[int, ...]
+    """What the later logits took for granted: one fewer than the row's logits."""
+    state: SamplingState
+
+
+class Sampler:
+    """Samples all rows of a step."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, logits: Tensor, requests: Sequence[DrawRequest]
+    ) -> list[step_pb2.ResultRow]:
+        """`logits` [m, vocab] float32, m the sum of 1 + drafts over the requests.
+
+        A row's tokens are sampled in order and accepted as long as the token
+        before was the draft: the outcome is that of sampling one by one.
+        """
+        results = [step_pb2.ResultRow(row=request.row) for request in requests]
+        alive = list(range(len(requests)))
+        turn = 0
+        while alive:
+            picked = [requests[i] for i in alive]
+            indices = [request.first_logit + turn for request in picked]
+            raw = logits if indices == list(range(len(logits))) else logits[indices]
+            states = [request.state for request in picked]
+            tokens = draw(raw, states, [request.position + turn for request in picked])
+            _report(raw, states, tokens, [results[i] for i in alive])
+            for state, token in zip(states, tokens, strict=True):
+                state.append(token)
+            alive = [
+                i
+                for i, request, token in zip(alive, picked, tokens, strict=True)
+                if turn < len(request.draft_token_ids) and request.draft_token_ids[turn] == token
+            ]
+            turn += 1
+        return results
+
+
+def draw(raw: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[int]:
+    """One token id for each row of `raw` [m, vocab]; `raw` is left as it is."""
+    logits = raw
+    adjusted = [i for i, state in enumerate(states) if state.params.changes_logits]
+    if adjusted:
+        logits = raw.clone()
+        for i in adjusted:
+            states[i].adjust(logits[i])
+    tokens: list[int] = logits.argmax(-1).tolist()
+    random = [i for i, state in enumerate(states) if not state.params.is_greedy]
+    if not random:
+        return tokens
+    params = [states[i].params for i in random]
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+    scaled = logits[random] / temperatures.to(logits.device).unsqueeze(-1)
+    scaled = filter_logits(
+        scaled,
+        min_p=[p.min_p for p in params],
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+    )
+    uniforms = [
+        uniform(states[i].params.seed, states[i].choice_index, positions[i]) for i in random
+    ]
+    for i, token in zip(random, invert(scaled, uniforms), strict=True):
+        tokens[i] = token
+    return tokens
+
+
+def invert(logits: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """The token of each row of `logits` [m, vocab] at a uniform number in [0, 1).
+
+    Sums in float64, so that the last tokens of a large vocabulary keep their share.
+    """
+    weights = torch.softmax(logits, -1, dtype=torch.float32)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    wanted = torch.tensor(uniforms, dtype=torch.float64).to(logits.device).unsqueeze(-1) * total
+    indices = torch.searchsorted(cumulative, wanted, right=True)
+    # A product that rounds up to the total would fall behind the last token with any weight.
+    last = torch.searchsorted(cumulative, total)
+    tokens: list[int] = torch.minimum(indices, last).squeeze(-1).tolist()
+    return tokens
+
+
+def uniform(seed: int, choice_index: int, position: int) -> float:
+    """A number in [0, 1), a pure function of its arguments.
+
+    SplitMix64 (Steele, Lea and Flood, 2014), its finalizer applied once for each argument.
+    """
+    state = _mix(seed)
+    state = _mix(state ^ _mix(choice_index))
+    state = _mix(state ^ _mix(position))
+    return (state >> 11) * _UNIT_53
+
+
+def _mix(value: int) -> int:
+    z = (value + _GOLDEN_GAMMA) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+def _report(
+    raw: Tensor,
+    states: Sequence[SamplingState],
+    tokens: Sequence[int],
+    results: Sequence[step_pb2.ResultRow],
+) -> None:
+    """Adds the tokens, and the log probabilities of rows that want them."""
+    for result, token in zip(results, tokens, strict=True):
+        result.token_ids.append(token)
+    wanted = [i for i, state in enumerate(states) if state.params.num_logprobs is not None]
+    if not wanted:
+        return
+    logprobs = torch.log_softmax(raw[wanted], -1)
+    most = max(states[i].params.num_logprobs or 0 for i in wanted)
+    top = logprobs.topk(min(most, logprobs.shape[-1]), -1)
+    for line, i in enumerate(wanted):
+        count = states[i].params.num_logprobs or 0
+        results[i].logprobs.append(
+            step_pb2.TokenLogprobs(
+                logprob=float(logprobs[line, tokens[i]]),
+                top_token_ids=top.indices[line, :count].tolist(),
+                top_logprobs=top.values[line, :count].tolist(),
+            )
+        )
