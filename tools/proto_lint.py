@@ -31,6 +31,7 @@ PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
 VERSIONED_PACKAGE = re.compile(r"[a-z0-9_.]+\.v[0-9]+(alpha[0-9]+|beta[0-9]+)?")
 
 # Field numbers of descriptor.proto: how SourceCodeInfo names a place in a file.
+_FILE_PACKAGE = (2,)
 _FILE_MESSAGES, _FILE_ENUMS, _FILE_SERVICES = 4, 5, 6
 _MESSAGE_FIELDS, _MESSAGE_NESTED, _MESSAGE_ENUMS, _MESSAGE_ONEOFS = 2, 3, 4, 8
 _ENUM_VALUES = 2
@@ -72,10 +73,13 @@ class _FileLint:
         package_of_directory = ".".join(path.parent.parts)
         if self._file.package != package_of_directory:
             yield self._finding(
-                (), f"package {self._file.package} is not its directory, {package_of_directory}"
+                _FILE_PACKAGE,
+                f"package {self._file.package} is not its directory, {package_of_directory}",
             )
         if not VERSIONED_PACKAGE.fullmatch(self._file.package):
-            yield self._finding((), f"package {self._file.package} does not end in a version")
+            yield self._finding(
+                _FILE_PACKAGE, f"package {self._file.package} does not end in a version"
+            )
         if not LOWER_SNAKE.fullmatch(path.stem):
             yield self._finding((), f"file name {path.name} is not lower_snake_case")
         if self._file.syntax != "proto3":

@@ -188,7 +188,7 @@ def test_bytes_that_are_no_header(model: ModelDirectory, data: bytes, problem: s
     assert problem in refusal(model.path)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200), st.integers(0, 1 << 64))
 def test_hostile_bytes_give_a_model_error(tmp_path: Path, data: bytes, length: int) -> None:
     file = tmp_path / "x.safetensors"
@@ -200,7 +200,7 @@ def test_hostile_bytes_give_a_model_error(tmp_path: Path, data: bytes, length: i
             assert "x.safetensors" in error.message
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
 def test_one_changed_header_byte_never_crashes(tmp_path: Path, position: int, value: int) -> None:
     arrays = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)}
