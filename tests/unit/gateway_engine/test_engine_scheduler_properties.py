@@ -1,0 +1,187 @@
+"""Random traffic: whatever comes and goes, every finished answer is the sequential one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+from simulated_mesh import Action, Simulation, SimulatedMesh, new_sequence, reference_tokens
+
+from gateway.engine.scheduler import Scheduler, SchedulerLimits
+from gateway.engine.sequence import Sequence, SequenceStatus
+from gateway.engine.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One request of the traffic."""
+
+    arrives: float
+    prompt_length: int
+    max_tokens: int
+    leaves_after: float | None
+    """When its client goes away; None stays."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One mesh and its limits."""
+
+    num_stages: int
+    depth: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    min_prompt_chunk_tokens: int
+
+
+SETTINGS = st.builds(
+    Setting,
+    num_stages=st.integers(1, 4),
+    depth=st.integers(1, 5),
+    num_blocks=st.integers(12, 40),
+    block_size=st.sampled_from([1, 2, 3, 4]),
+    max_num_seqs=st.integers(1, 9),
+    max_num_batched_tokens=st.integers(1, 24),
+    min_prompt_chunk_tokens=st.integers(1, 16),
+)
+VISITS = st.lists(
+    st.builds(
+        Visit,
+        arrives=st.integers(0, 40).map(float),
+        prompt_length=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        leaves_after=st.none() | st.integers(0, 30).map(float),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def build(setting: Setting) -> Simulation:
+    limits = SchedulerLimits(
+        num_blocks=setting.num_blocks,
+        block_size=setting.block_size,
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        max_steps_in_flight=setting.depth,
+        min_prompt_chunk_tokens=setting.min_prompt_chunk_tokens,
+    )
+    mesh = SimulatedMesh(
+        num_blocks=setting.num_blocks,
+        block_size=setting.block_size,
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        num_stages=setting.num_stages,
+    )
+    return Simulation(Scheduler(limits, epoch=1), mesh)
+
+
+def traffic(sim: Simulation, setting: Setting, visits: list[Visit]) -> tuple[list[Sequence], list[Action]]:
+    """Sequences for the visits that can fit, and their comings and goings."""
+    sequences: list[Sequence] = []
+    actions: list[Action] = []
+    capacity = setting.num_blocks * setting.block_size
+    for index, visit in enumerate(visits):
+        if visit.prompt_length + visit.max_tokens - 1 > capacity:
+            continue
+        sequence = new_sequence(
+            (index * 7 + k * k for k in range(visit.prompt_length)),
+            visit.max_tokens,
+            name=str(index),
+            stop_token_ids=frozenset({11, 12}),
+            sampling=SamplingParams(seed=index),
+        )
+        sequences.append(sequence)
+        add: Callable[[], None] = partial(sim.scheduler.add, sequence)
+        actions.append((visit.arrives, add))
+        if visit.leaves_after is not None:
+            abort: Callable[[], None] = partial(sim.scheduler.abort, sequence)
+            actions.append((visit.arrives + visit.leaves_after, abort))
+    return sequences, actions
+
+
+def check_ends(sim: Simulation, setting: Setting, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        assert sequence.status is SequenceStatus.FINISHED
+        prompt = tuple(sequence.token_ids[: sequence.prompt_length])
+        generated = sequence.token_ids[sequence.prompt_length :]
+        expected = reference_tokens(prompt, sequence.stop, sequence.sampling.seed)
+        if sequence.finish_reason is FinishReason.ABORT:
+            assert generated == expected[: len(generated)]
+        else:
+            assert generated == expected
+    assert sim.scheduler.num_free_blocks == setting.num_blocks
+    assert sim.scheduler.num_waiting == sim.scheduler.num_running == 0
+    assert sim.scheduler.num_steps_in_flight == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(setting=SETTINGS, visits=VISITS)
+def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list[Visit]) -> None:
+    sim = build(setting)
+    sequences, actions = traffic(sim, setting, visits)
+    sim.run(actions)
+    check_ends(sim, setting, sequences)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=SETTINGS, visits=VISITS)
+def test_first_come_first_started(setting: Setting, visits: list[Visit]) -> None:
+    sim = build(setting)
+    sequences, actions = traffic(sim, setting, visits)
+    sim.run(actions)
+    first_steps: dict[int, int] = {}
+    for index, scheduled in enumerate(sim.scheduled):
+        for row in scheduled.rows:
+            first_steps.setdefault(row.sequence.arrival, index)
+    order = [first_steps[arrival] for arrival in sorted(first_steps)]
+    assert order == sorted(order)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=SETTINGS, visits=VISITS, kill_at=st.integers(0, 30))
+def test_a_new_epoch_at_any_time_changes_no_answer(
+    setting: Setting, visits: list[Visit], kill_at: int
+) -> None:
+    """F24: the stages lose everything once, at any step."""
+    sim = build(setting)
+    sequences, _ = traffic(sim, setting, visits)
+    for sequence in sequences:
+        sim.scheduler.add(sequence)
+    for _ in range(kill_at):
+        sim.pump()
+        if sim.mesh.next_finish_time is None:
+            break
+        sim.finish_next()
+    sim.scheduler.restart(epoch=2)
+    again = Simulation(sim.scheduler, build(setting).mesh)
+    again.mesh.epoch = 2
+    again.run()
+    check_ends(again, setting, sequences)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    block_size=st.integers(1, 4),
+    leaves=st.lists(st.integers(0, 12).map(float), min_size=24, max_size=24),
+)
+def test_an_abort_storm_leaves_the_survivors_blocks_alone(
+    block_size: int, leaves: list[float]
+) -> None:
+    """F16: four stages, few blocks, three of four clients leave while their steps are in flight."""
+    setting = Setting(4, 4, 96 // block_size, block_size, 16, 32, 4)
+    visits = [
+        Visit(float(index // 4), 5 + index % 9, 12, None if index % 4 == 0 else leaves[index])
+        for index in range(24)
+    ]
+    sim = build(setting)
+    sequences, actions = traffic(sim, setting, visits)
+    sim.run(actions)
+    check_ends(sim, setting, sequences)
+    survivors = [s for s in sequences if s.finish_reason is not FinishReason.ABORT]
+    assert len(survivors) >= 6
