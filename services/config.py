@@ -65,9 +65,5 @@ class StageWorkerConfig:
     """The stage that this worker wants; None lets the head choose."""
     device: str = "auto"
     join_timeout_seconds: float = 30.0
-    cpu_threads: int | None = None
-    """Threads for each rank; None shares the cores among the mesh's ranks."""
-    launcher_pid: int | None = None
-    """Set by a local launcher: the worker dies with that process."""
     lifeline_fd: int | None = None
     """Read end of a pipe whose other end the launcher holds: when it closes, the worker leaves."""

@@ -42,8 +42,9 @@ class Left(Exception):
 
 def run(config: StageWorkerConfig) -> int:
     """Runs one stage worker. Returns the exit code: 0 when it was told to leave."""
-    if config.launcher_pid is not None:
-        die_with_parent(config.launcher_pid)
+    if config.lifeline_fd is not None:
+        # Were the launcher gone before this call, the lifeline would say so.
+        die_with_parent(os.getppid())
     stage = "?" if config.pp_rank is None else config.pp_rank
     setup_logging(process=f"stage-{stage}")
     code = 0
@@ -75,7 +76,7 @@ async def _serve(config: StageWorkerConfig) -> None:
         pid=os.getpid(),
         fingerprint=environment_fingerprint(),
         device=device,
-        num_devices=num_devices or 0,
+        num_devices=num_devices,
     )
     if config.pp_rank is not None:
         request.wanted.CopyFrom(topology_pb2.Placement(pp_rank=config.pp_rank))
@@ -109,7 +110,7 @@ def _start_ranks(
                 host=config.host,
                 device=device,
                 device_index=device_index,
-                num_threads=config.cpu_threads or threads_per_rank(num_ranks),
+                num_threads=threads_per_rank(num_ranks),
                 pp_rank=placement.pp_rank,
                 tp_rank=tp_rank,
                 step_timeout_seconds=DEFAULT_STEP_TIMEOUT_SECONDS,

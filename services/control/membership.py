@@ -71,7 +71,7 @@ class Membership:
         place = self._wanted_place(request)
         placement = self._placements[place]
         needed = len(placement.tp_ranks)
-        if request.num_devices < needed:
+        if request.HasField("num_devices") and request.num_devices < needed:
             raise JoinRefused(
                 f"{_words(place)} needs {needed} devices (tensor_parallel_size); worker "
                 f"{request.address} on {request.node} has {request.num_devices}"

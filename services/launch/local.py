@@ -50,7 +50,6 @@ class LocalLauncher:
                 "--port=0",
                 f"--pp-rank={pp_rank}",
                 f"--device={self._workers.device}",
-                f"--launcher-pid={os.getpid()}",
                 f"--lifeline-fd={self._lifeline_read}",
                 pass_fds=(self._lifeline_read,),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -26,7 +26,7 @@ from stagemesh.v1 import stage_worker_pb2 as stagemesh_dot_v1_dot_stage__worker_
 from stagemesh.v1 import topology_pb2 as stagemesh_dot_v1_dot_topology__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/control.proto\x12\x0cstagemesh.v1\x1a\x1fstagemesh/v1/stage_worker.proto\x1a\x1bstagemesh/v1/topology.proto\"\xca\x01\n\x0bJoinRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\'\n\x06wanted\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x13\n\x0bnum_devices\x18\x08 \x01(\r\"\xb9\x01\n\x0cJoinResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x08topology\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\"\n\x1aheartbeat_interval_seconds\x18\x04 \x01(\x01\x12\x1c\n\x14head_timeout_seconds\x18\x05 \x01(\x01\"S\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.StatusResponse\"8\n\x11HeartbeatResponse\x12\r\n\x05leave\x18\x01 \x01(\x08\x12\x14\n\x0cleave_reason\x18\x02 \x01(\t2\x9d\x01\n\x0e\x43ontrolService\x12=\n\x04Join\x12\x19.stagemesh.v1.JoinRequest\x1a\x1a.stagemesh.v1.JoinResponse\x12L\n\tHeartbeat\x12\x1e.stagemesh.v1.HeartbeatRequest\x1a\x1f.stagemesh.v1.HeartbeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/control.proto\x12\x0cstagemesh.v1\x1a\x1fstagemesh/v1/stage_worker.proto\x1a\x1bstagemesh/v1/topology.proto\"\xdf\x01\n\x0bJoinRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\'\n\x06wanted\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x18\n\x0bnum_devices\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_num_devices\"\xb9\x01\n\x0cJoinResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x08topology\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\"\n\x1aheartbeat_interval_seconds\x18\x04 \x01(\x01\x12\x1c\n\x14head_timeout_seconds\x18\x05 \x01(\x01\"S\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.StatusResponse\"8\n\x11HeartbeatResponse\x12\r\n\x05leave\x18\x01 \x01(\x08\x12\x14\n\x0cleave_reason\x18\x02 \x01(\t2\x9d\x01\n\x0e\x43ontrolService\x12=\n\x04Join\x12\x19.stagemesh.v1.JoinRequest\x1a\x1a.stagemesh.v1.JoinResponse\x12L\n\tHeartbeat\x12\x1e.stagemesh.v1.HeartbeatRequest\x1a\x1f.stagemesh.v1.HeartbeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.control_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOINREQUEST']._serialized_start=107
-  _globals['_JOINREQUEST']._serialized_end=309
-  _globals['_JOINRESPONSE']._serialized_start=312
-  _globals['_JOINRESPONSE']._serialized_end=497
-  _globals['_HEARTBEATREQUEST']._serialized_start=499
-  _globals['_HEARTBEATREQUEST']._serialized_end=582
-  _globals['_HEARTBEATRESPONSE']._serialized_start=584
-  _globals['_HEARTBEATRESPONSE']._serialized_end=640
-  _globals['_CONTROLSERVICE']._serialized_start=643
-  _globals['_CONTROLSERVICE']._serialized_end=800
+  _globals['_JOINREQUEST']._serialized_end=330
+  _globals['_JOINRESPONSE']._serialized_start=333
+  _globals['_JOINRESPONSE']._serialized_end=518
+  _globals['_HEARTBEATREQUEST']._serialized_start=520
+  _globals['_HEARTBEATREQUEST']._serialized_end=603
+  _globals['_HEARTBEATRESPONSE']._serialized_start=605
+  _globals['_HEARTBEATRESPONSE']._serialized_end=661
+  _globals['_CONTROLSERVICE']._serialized_start=664
+  _globals['_CONTROLSERVICE']._serialized_end=821
 # @@protoc_insertion_point(module_scope)
