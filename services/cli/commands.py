@@ -1,0 +1,55 @@
+"""`serve`, `gateway` and `stage-worker`: from arguments to the running service."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from services.cli.arguments import Positional, parse_arguments
+from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS
+from services.cli.main import load_service
+from services.cli.settings import serve_config, stage_worker_config
+from services.config import ServeConfig
+
+MODEL = Positional(
+    "MODEL",
+    "a local Hugging Face directory, smollm2-135m-instruct, or a Hub repository id",
+)
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Gateway and all stages on this machine, until a signal."""
+    description = (
+        "Serves MODEL from this machine: starts the stage workers and a gateway with an "
+        "OpenAI-compatible REST API and gRPC."
+    )
+    config = _serve_config("serve", description, argv)
+    return load_service("services.launch.local", "serve", "gateway,worker")(config)
+
+
+def gateway(argv: Sequence[str]) -> int:
+    """The gateway alone, until a signal."""
+    description = (
+        "Runs the gateway of MODEL and waits for its stage workers, which are started "
+        "with stagemesh stage-worker."
+    )
+    config = _serve_config("gateway", description, argv)
+    return load_service("gateway.app", "run", "gateway")(config)
+
+
+def stage_worker(argv: Sequence[str]) -> int:
+    """One stage worker, until the head or a signal ends it."""
+    arguments = parse_arguments(
+        "stage-worker",
+        "Runs one stage of the model on this machine; joins the gateway at --master-addr.",
+        STAGE_WORKER_GROUPS,
+        None,
+        argv,
+    )
+    config = stage_worker_config(arguments, STAGE_WORKER_GROUPS, os.environ)
+    return load_service("stage_worker.service_main", "run", "worker")(config)
+
+
+def _serve_config(command: str, description: str, argv: Sequence[str]) -> ServeConfig:
+    arguments = parse_arguments(command, description, SERVE_GROUPS, MODEL, argv)
+    return serve_config(command, arguments, SERVE_GROUPS, os.environ)

@@ -1,0 +1,238 @@
+"""The flags of each command, as data.
+
+A `Flag` says how an option is spelled, which field of `services.config` it
+fills, and how its value is read. argparse, the YAML file and the error
+messages all work from these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from services.cli import values
+from services.cli.values import Parser
+
+
+class Arity(Enum):
+    """How many values follow a flag."""
+
+    SWITCH = "switch"
+    """None; `--no-flag` turns it off."""
+    ONE = "one"
+    MANY = "many"
+    """One or more, up to the next flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option of a command."""
+
+    names: tuple[str, ...]
+    """Spellings, the long one first."""
+    parse: Parser
+    help: str
+    metavar: str = "N"
+    arity: Arity = Arity.ONE
+    environment: str | None = None
+    """Variable that is read where neither command line nor file says anything."""
+    hidden: bool = False
+    """Between Stagemesh's own processes; not in the help."""
+
+    @property
+    def field(self) -> str:
+        """The config's field, and the key in a YAML file."""
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """Flags that stand together in the help."""
+
+    title: str
+    flags: tuple[Flag, ...]
+
+
+CONFIG_FLAG = Flag(
+    ("--config",),
+    values.text,
+    "YAML file with the names of these flags; the command line wins",
+    metavar="FILE",
+)
+DEVICE_FLAG = Flag(
+    ("--device",),
+    values.one_of("auto", "cpu", "npu", "cuda"),
+    "where the model runs; auto takes an accelerator if there is one",
+    metavar="{auto,cpu,npu,cuda}",
+)
+MASTER_FLAGS = (
+    Flag(
+        ("--master-addr",),
+        values.text,
+        "address of the head's control service, which workers dial",
+        metavar="HOST",
+    ),
+    Flag(("--master-port",), values.port, "port of the head's control service", metavar="PORT"),
+)
+
+SERVE_GROUPS = (
+    FlagGroup(
+        "mesh",
+        (
+            Flag(
+                ("--tensor-parallel-size", "-tp"),
+                values.positive_integer,
+                "devices that share each layer",
+            ),
+            Flag(
+                ("--pipeline-parallel-size", "-pp"),
+                values.positive_integer,
+                "stages that the layers are cut into",
+            ),
+            Flag(
+                ("--pp-layer-partition",),
+                values.partition,
+                "layers per stage, like 32,29 (also VLLM_PP_LAYER_PARTITION)",
+                metavar="N,N,...",
+                environment="VLLM_PP_LAYER_PARTITION",
+            ),
+            DEVICE_FLAG,
+            *MASTER_FLAGS,
+        ),
+    ),
+    FlagGroup(
+        "front doors",
+        (
+            Flag(("--host",), values.text, "address to listen on", metavar="HOST"),
+            Flag(("--port",), values.port, "REST port; 0 takes a free one", metavar="PORT"),
+            Flag(("--grpc-port",), values.port, "gRPC port; 0 takes a free one", metavar="PORT"),
+            Flag(
+                ("--api-key",),
+                values.texts,
+                "keys that clients may use (also STAGEMESH_API_KEY, which other users of "
+                "the machine cannot read)",
+                metavar="KEY",
+                arity=Arity.MANY,
+                environment="STAGEMESH_API_KEY",
+            ),
+            Flag(
+                ("--served-model-name",),
+                values.texts,
+                "names that clients may use for the model; default: MODEL",
+                metavar="NAME",
+                arity=Arity.MANY,
+            ),
+        ),
+    ),
+    FlagGroup(
+        "model",
+        (
+            Flag(
+                ("--dtype",),
+                values.one_of("auto", "float32", "bfloat16", "float16"),
+                "type of weights and activations; auto follows model and device",
+                metavar="{auto,float32,bfloat16,float16}",
+            ),
+            Flag(
+                ("--max-model-len",),
+                values.size_or_auto,
+                "longest prompt and answer together, in tokens; default: the model's",
+            ),
+            Flag(("--tokenizer",), values.text, "directory of another tokenizer", metavar="DIR"),
+            Flag(
+                ("--chat-template",),
+                values.text,
+                "file with a chat template, or the template itself",
+                metavar="FILE",
+            ),
+            Flag(
+                ("--generation-config",),
+                values.generation_config,
+                "auto: sampling defaults of the model; none: no defaults; or a directory",
+                metavar="{auto,none,DIR}",
+            ),
+            Flag(
+                ("--trust-remote-code",),
+                values.switch,
+                "accepted for compatibility: no code of a checkpoint is ever run",
+                arity=Arity.SWITCH,
+            ),
+            Flag(
+                ("--seed",),
+                values.seed,
+                "makes the seeds of requests that bring none repeatable",
+            ),
+        ),
+    ),
+    FlagGroup(
+        "scheduling and memory",
+        (
+            Flag(
+                ("--max-num-seqs",),
+                values.positive_integer,
+                "most sequences at a time, over all batches in flight",
+            ),
+            Flag(("--max-num-batched-tokens",), values.size, "most tokens in one step"),
+            Flag(("--block-size",), values.positive_integer, "tokens in one KV cache block"),
+            Flag(
+                ("--kv-cache-memory-bytes",),
+                values.size,
+                "KV cache per device, plain or like 4G; default: from the device's memory",
+                metavar="BYTES",
+            ),
+            Flag(
+                ("--gpu-memory-utilization",),
+                values.fraction,
+                "share of an accelerator's memory to use",
+                metavar="SHARE",
+            ),
+            Flag(
+                ("--enforce-eager",),
+                values.switch,
+                "never capture graphs",
+                arity=Arity.SWITCH,
+            ),
+        ),
+    ),
+)
+
+STAGE_WORKER_GROUPS = (
+    FlagGroup("head", MASTER_FLAGS),
+    FlagGroup(
+        "worker",
+        (
+            Flag(
+                ("--host",),
+                values.text,
+                "address that this worker listens on and announces",
+                metavar="HOST",
+            ),
+            Flag(("--port",), values.port, "port; 0 takes a free one", metavar="PORT"),
+            Flag(("--node-rank",), values.natural_integer, "number of this node, from 0"),
+            Flag(
+                ("--pp-rank",),
+                values.natural_integer,
+                "the stage that this worker wants; default: the head chooses",
+            ),
+            DEVICE_FLAG,
+            Flag(
+                ("--join-timeout-seconds",),
+                values.positive_seconds,
+                "how long to try to reach the head",
+                metavar="SECONDS",
+            ),
+            Flag(
+                ("--lifeline-fd",),
+                values.natural_integer,
+                "read end of a pipe that the launcher holds",
+                hidden=True,
+            ),
+        ),
+    ),
+)
+
+
+def all_flags(groups: Sequence[FlagGroup]) -> tuple[Flag, ...]:
+    """Every flag of a command's groups, and `--config`."""
+    return (*(flag for group in groups for flag in group.flags), CONFIG_FLAG)

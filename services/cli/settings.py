@@ -1,0 +1,151 @@
+"""Merges command line, YAML file and environment into one config.
+
+Command line before file before environment before the dataclass's default.
+Every value is checked by its flag's parser, whichever way it came, and an
+error names the flag or key, what was written, and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.cli.arguments import Arguments, Positional
+from services.cli.flags import CONFIG_FLAG, Flag, FlagGroup, all_flags
+from services.cli.usage import UsageError, did_you_mean
+from services.cli.values import Raw
+from services.cli.vllm import is_vllm_flag
+from services.config import ServeConfig, StageWorkerConfig
+
+MAX_CONFIG_FILE_BYTES = 1 << 20
+
+
+def serve_config(
+    command: str,
+    arguments: Arguments,
+    groups: Sequence[FlagGroup],
+    environment: Mapping[str, str],
+) -> ServeConfig:
+    """The config of `serve` and `gateway`. Raises `UsageError`."""
+    fields, model = _merge(command, arguments, groups, environment, Positional("MODEL", ""))
+    if model is None:
+        raise UsageError(
+            f"MODEL is missing: name a model directory, a Hub repository or "
+            f"smollm2-135m-instruct right after `stagemesh {command}` "
+            f"(after a flag that takes several values it would count as one of them)"
+        )
+    config = ServeConfig(model=model, **fields)
+    _check_ports_differ(config)
+    return config
+
+
+def stage_worker_config(
+    arguments: Arguments, groups: Sequence[FlagGroup], environment: Mapping[str, str]
+) -> StageWorkerConfig:
+    """The config of `stage-worker`. Raises `UsageError`."""
+    fields, _ = _merge("stage-worker", arguments, groups, environment, None)
+    return StageWorkerConfig(**fields)
+
+
+def _merge(
+    command: str,
+    arguments: Arguments,
+    groups: Sequence[FlagGroup],
+    environment: Mapping[str, str],
+    positional: Positional | None,
+) -> tuple[dict[str, Any], str | None]:
+    """Checked values by field name, and the positional."""
+    flags = [flag for flag in all_flags(groups) if flag is not CONFIG_FLAG]
+    from_file: dict[str, Raw] = {}
+    if arguments.config_file is not None:
+        extra = ("model",) if positional is not None else ()
+        from_file = read_config_file(command, arguments.config_file, flags, extra)
+    fields: dict[str, Any] = {}
+    for flag in flags:
+        if flag.field in arguments.values:
+            source, raw = flag.names[0], arguments.values[flag.field]
+        elif flag.field in from_file:
+            source, raw = f"{flag.field} in {arguments.config_file}", from_file[flag.field]
+        elif flag.environment is not None and environment.get(flag.environment):
+            source, raw = flag.environment, environment[flag.environment]
+        else:
+            continue
+        fields[flag.field] = _checked(flag, source, raw)
+    model = arguments.positional
+    if model is None and "model" in from_file:
+        named = from_file["model"]
+        if not isinstance(named, str):
+            raise UsageError(f"model in {arguments.config_file} must be a text, got {named!r}")
+        model = named
+    if model is not None and not model.strip():
+        raise UsageError("MODEL must not be empty")
+    return fields, model
+
+
+def _checked(flag: Flag, source: str, raw: Raw) -> object:
+    try:
+        return flag.parse(raw)
+    except ValueError as error:
+        shown = "a key that is not shown" if flag.field == "api_key" else repr(raw)
+        raise UsageError(f"{source} {error}, got {shown}", param=flag.names[0]) from None
+
+
+def read_config_file(
+    command: str, path: str, flags: Sequence[Flag], extra: Sequence[str] = ()
+) -> dict[str, Raw]:
+    """Raw values by field name; keys may have dashes or underscores.
+
+    Raises `UsageError` for a file that cannot be read, is not a mapping, or has a
+    key that the command does not know.
+    """
+    import yaml  # Only here: a command without a file starts faster.
+
+    try:
+        if Path(path).stat().st_size > MAX_CONFIG_FILE_BYTES:
+            raise UsageError(f"--config {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes")
+        content = yaml.safe_load(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--config {path} is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--config {path} is not valid YAML: {reason}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path} must be a mapping of flag names to values")
+    known = {flag.field for flag in flags} | set(extra)
+    result: dict[str, Raw] = {}
+    for key, value in content.items():
+        field = str(key).replace("-", "_")
+        if field not in known:
+            raise UsageError(_unknown_key_message(command, path, str(key), known))
+        if field in result:
+            raise UsageError(f"--config {path} says {field} twice (with dash and underscore)")
+        if value is not None:
+            result[field] = value
+    return result
+
+
+def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> str:
+    if is_vllm_flag(f"--{key.replace('_', '-')}"):
+        return f"--config {path}: vLLM has {key}, stagemesh {command} does not (yet); leave it out"
+    suggestion = did_you_mean(key.replace("-", "_"), known)
+    tail = suggestion or f"; see stagemesh {command} --help"
+    return f"--config {path}: unknown key {key}{tail}"
+
+
+def _check_ports_differ(config: ServeConfig) -> None:
+    """Two servers of one process cannot share a port (0 means any free one)."""
+    ports = {
+        "--port": config.port,
+        "--grpc-port": config.grpc_port,
+        "--master-port": config.master_port,
+    }
+    seen: dict[int, str] = {}
+    for name, port in ports.items():
+        if port != 0 and port in seen:
+            raise UsageError(f"{seen[port]} and {name} are both {port}; give them different ports")
+        seen[port] = name

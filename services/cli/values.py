@@ -1,0 +1,197 @@
+"""Turns what a user wrote into checked values.
+
+One parser per kind of value, for the command line, the YAML file and the
+environment alike: each takes the raw value and returns the checked one, or
+raises `ValueError` with what is allowed ("must be ..."). The caller adds which
+flag it was and what was written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+Raw = str | int | float | bool | Sequence[str | int | float]
+"""A string from the command line, or a scalar or list from YAML."""
+Parser = Callable[[Raw], object]
+
+MAX_PORT = 65535
+MAX_SEED = 2**64 - 1
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+
+
+def _as_text(raw: Raw, rule: str) -> str:
+    """One scalar as text. YAML's booleans and lists are not numbers or names."""
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+        raise ValueError(rule)
+    return str(raw).strip()
+
+
+def _as_integer(raw: Raw, rule: str) -> int:
+    text = _as_text(raw, rule)
+    if not re.fullmatch(r"[+-]?[0-9]+", text):
+        raise ValueError(rule)
+    return int(text)
+
+
+def text(raw: Raw) -> str:
+    """Any text that is not empty."""
+    value = _as_text(raw, "must be a text")
+    if not value:
+        raise ValueError("must not be empty")
+    return value
+
+
+def texts(raw: Raw) -> tuple[str, ...]:
+    """One or several texts; a single one need not be in a list."""
+    items = [raw] if isinstance(raw, str | int | float) else list(raw)
+    if not items:
+        raise ValueError("must name at least one value")
+    return tuple(text(item) for item in items)
+
+
+def switch(raw: Raw) -> bool:
+    """True or false."""
+    if isinstance(raw, bool):
+        return raw
+    if isinstance(raw, str) and raw.lower() in ("true", "false"):
+        return raw.lower() == "true"
+    raise ValueError("must be true or false")
+
+
+def port(raw: Raw) -> int:
+    """A TCP port; 0 takes a free one."""
+    rule = f"must be a port from 0 (any free one) to {MAX_PORT}"
+    value = _as_integer(raw, rule)
+    if not 0 <= value <= MAX_PORT:
+        raise ValueError(rule)
+    return value
+
+
+def positive_integer(raw: Raw) -> int:
+    """An integer of at least 1."""
+    rule = "must be a whole number of at least 1"
+    value = _as_integer(raw, rule)
+    if value < 1:
+        raise ValueError(rule)
+    return value
+
+
+def natural_integer(raw: Raw) -> int:
+    """An integer of at least 0."""
+    rule = "must be a whole number of at least 0"
+    value = _as_integer(raw, rule)
+    if value < 0:
+        raise ValueError(rule)
+    return value
+
+
+def seed(raw: Raw) -> int:
+    """An unsigned integer of 64 bits, as the wire carries it."""
+    rule = f"must be a whole number from 0 to {MAX_SEED}"
+    value = _as_integer(raw, rule)
+    if not 0 <= value <= MAX_SEED:
+        raise ValueError(rule)
+    return value
+
+
+def positive_seconds(raw: Raw) -> float:
+    """A finite duration above 0, in seconds."""
+    rule = "must be a number of seconds above 0"
+    value = _as_number(raw, rule)
+    if value <= 0:
+        raise ValueError(rule)
+    return value
+
+
+def fraction(raw: Raw) -> float:
+    """A share above 0, at most 1."""
+    rule = "must be above 0 and at most 1, for example 0.9"
+    value = _as_number(raw, rule)
+    if not 0 < value <= 1:
+        raise ValueError(rule)
+    return value
+
+
+def _as_number(raw: Raw, rule: str) -> float:
+    try:
+        value = float(_as_text(raw, rule))
+    except ValueError:
+        raise ValueError(rule) from None
+    if not math.isfinite(value):
+        raise ValueError(rule)
+    return value
+
+
+def size(raw: Raw) -> int:
+    """A whole number of at least 1, plain or with a suffix as vLLM reads it:
+    k, m, g, t are powers of 1000, K, M, G, T powers of 1024."""
+    rule = "must be a whole number of at least 1, or one like 8k (8000), 8K (8192), 1.5g, 4G"
+    written = _as_text(raw, rule)
+    match = _SIZE.fullmatch(written)
+    if match is None:
+        return positive_integer_or(rule, raw)
+    number, suffix = match.groups()
+    if suffix in _BINARY:
+        if "." in number:
+            raise ValueError(
+                f"takes no decimal point before {suffix} (a power of 1024); "
+                f"write {number}{suffix.lower()} for a power of 1000"
+            )
+        value = int(number) * _BINARY[suffix]
+    else:
+        value = int(float(number) * _DECIMAL[suffix])
+    if value < 1:
+        raise ValueError(rule)
+    return value
+
+
+def positive_integer_or(rule: str, raw: Raw) -> int:
+    """As `positive_integer`, with a rule of the caller's own."""
+    value = _as_integer(raw, rule)
+    if value < 1:
+        raise ValueError(rule)
+    return value
+
+
+def size_or_auto(raw: Raw) -> int | None:
+    """As `size`; `auto` and -1 leave the decision to the model (None)."""
+    written = str(raw).strip().lower() if isinstance(raw, str | int) else ""
+    return None if written in ("auto", "-1") else size(raw)
+
+
+def partition(raw: Raw) -> tuple[int, ...]:
+    """Layers per stage, as "32,29" or a list. Count and sum are checked against the
+    mesh and the model later, by `services.topology`."""
+    rule = 'must be one whole number of at least 1 per stage, like "32,29"'
+    if isinstance(raw, str):
+        items: Sequence[str | int | float] = raw.split(",")
+    elif isinstance(raw, bool | float):
+        raise ValueError(rule)
+    else:
+        items = [raw] if isinstance(raw, int) else raw
+    if not items:
+        raise ValueError(rule)
+    return tuple(positive_integer_or(rule, item) for item in items)
+
+
+def one_of(*choices: str) -> Parser:
+    """A parser that takes exactly these words."""
+    rule = f"must be one of {', '.join(choices)}"
+
+    def parse(raw: Raw) -> str:
+        value = _as_text(raw, rule)
+        if value not in choices:
+            raise ValueError(rule)
+        return value
+
+    return parse
+
+
+def generation_config(raw: Raw) -> str:
+    """`auto`, `none` (vLLM spells it `vllm`) or a directory."""
+    value = text(raw)
+    return "none" if value == "vllm" else value

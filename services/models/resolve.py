@@ -1,0 +1,104 @@
+"""From MODEL, as a user writes it, to a directory on this machine.
+
+In this order: an existing directory, a demo model's name, a Hub repository id
+(from the Hub's cache; downloaded where it is not there and the Hub can be
+reached). Torch-free; huggingface_hub is imported only for a repository id.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from services.errors import ModelError
+from services.models.cache import is_complete, models_directory
+from services.models.demo import DEMO_MODELS
+
+# owner/name or name, as the Hub allows it.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# What a server reads: no other format of the weights, no images.
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+def resolve_model(model: str) -> Path:
+    """The directory that holds config.json, weights and tokenizer of `model`.
+
+    Raises `ModelError` that says what was looked for and what to do.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{path} holds no config.json; name a Hugging Face model directory "
+                f"(config.json, *.safetensors, tokenizer.json)"
+            )
+        return path.resolve()
+    if path.exists():
+        raise ModelError(f"{path} is a file; name the Hugging Face model directory")
+    if model in DEMO_MODELS:
+        return _demo_model(model)
+    if _is_path(model) or not _REPOSITORY.fullmatch(model):
+        raise ModelError(
+            f"there is no directory {model}; name a local Hugging Face directory, "
+            f"{', '.join(DEMO_MODELS)}, or a Hub repository id like owner/name"
+        )
+    return _hub_snapshot(model)
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1
+
+
+def _demo_model(name: str) -> Path:
+    directory = models_directory() / name
+    if not is_complete(directory):
+        raise ModelError(f"{name} is not fetched yet; run: stagemesh model fetch {name}")
+    return directory
+
+
+def _hub_snapshot(repository: str) -> Path:
+    """The repository's snapshot in the Hub's cache, downloaded where it is missing."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ModuleNotFoundError:
+        raise ModelError(
+            f"{repository} is no local directory, and the package huggingface-hub, which gets it "
+            f"from the Hub, is not installed; pip install 'stagemesh[gateway]'"
+        ) from None
+    try:
+        cached = Path(
+            snapshot_download(repository, allow_patterns=list(HUB_PATTERNS), local_files_only=True)
+        )
+        if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+            return cached
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass
+    missing = f"{repository} is neither a local directory nor in the Hub's cache"
+    if _offline():
+        raise ModelError(
+            f"{missing}, and HF_HUB_OFFLINE forbids to download it; unset it, "
+            f"or copy the model here and name its directory"
+        )
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(HUB_PATTERNS)))
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no"
+        raise ModelError(
+            f"{missing}, and the Hub refuses it (HTTP status {status}); check the name and your "
+            f"HF_TOKEN, or copy the model here and name its directory"
+        ) from error
+    except (OSError, HFValidationError) as error:
+        raise ModelError(
+            f"{missing}, and the Hub cannot be reached; check name and network, "
+            f"or copy the model here and name its directory"
+        ) from error
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
