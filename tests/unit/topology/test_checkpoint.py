@@ -52,7 +52,7 @@ def test_a_single_file(model: ModelDirectory) -> None:
 
 
 def test_offsets_are_where_the_bytes_are(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.arange(4, dtype=np.float16),
         "c": np.zeros((0, 5), dtype=np.float32),
@@ -188,7 +188,9 @@ def test_bytes_that_are_no_header(model: ModelDirectory, data: bytes, problem: s
     assert problem in refusal(model.path)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.binary(max_size=200), st.integers(0, 1 << 64))
 def test_hostile_bytes_give_a_model_error(tmp_path: Path, data: bytes, length: int) -> None:
     file = tmp_path / "x.safetensors"
@@ -200,10 +202,15 @@ def test_hostile_bytes_give_a_model_error(tmp_path: Path, data: bytes, length: i
             assert "x.safetensors" in error.message
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
 def test_one_changed_header_byte_never_crashes(tmp_path: Path, position: int, value: int) -> None:
-    arrays = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float16)}
+    arrays: dict[str, np.ndarray] = {
+        "a": np.zeros((2, 3), np.float32),
+        "b": np.zeros(4, np.float16),
+    }
     file = tmp_path / "x.safetensors"
     save_file(arrays, file)
     data = bytearray(file.read_bytes())

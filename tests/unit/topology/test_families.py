@@ -217,7 +217,9 @@ config_keys = st.sampled_from(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.dictionaries(config_keys, json_values, min_size=1, max_size=3))
 def test_any_json_gives_facts_or_a_model_error(
     model: ModelDirectory, changes: dict[str, object]
