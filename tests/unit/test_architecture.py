@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,13 +87,16 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def all_imports() -> Iterator[tuple[str, str, Import]]:
+@cache
+def all_imports() -> tuple[tuple[str, str, Import], ...]:
     """(place for a message, importing module, import) over our packages."""
+    found = []
     for path in own_files(*OWN_PACKAGES):
         module = module_name(path)
         source = path.read_text()
         for item in imports_of(source, module, is_package=path.name == "__init__.py"):
-            yield f"{path.relative_to(REPOSITORY)}:{item.line}", module, item
+            found.append((f"{path.relative_to(REPOSITORY)}:{item.line}", module, item))
+    return tuple(found)
 
 
 def below(module: str, package: str) -> bool:
