@@ -54,6 +54,7 @@ class Mesh:
         self._epoch = 0
         self._why_not_ready = "stage workers are starting"
         self._percent: dict[tuple[int, int], int] = {}
+        self._failed: asyncio.Future[StageFailed] = asyncio.get_running_loop().create_future()
         self.loaded: LoadedMesh | None = None
         self.ready_event = asyncio.Event()
         """Set when the first pipeline is complete."""
@@ -85,9 +86,10 @@ class Mesh:
     async def run(self) -> None:
         """Brings the mesh up and drives it until cancelled or failed (`StageFailed`)."""
         try:
-            await self._control.complete(JOIN_TIMEOUT_SECONDS)
-            self._connect()
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._fail_before_pipeline())
+                await self._control.complete(JOIN_TIMEOUT_SECONDS)
+                self._connect()
                 tasks.create_task(self._watch_members())
                 await self._bring_up()
                 await self._drive(tasks)
@@ -131,8 +133,15 @@ class Mesh:
         self._engine = self._make_engine(self._pipeline, self.loaded.num_blocks)
         tasks.create_task(self._pipeline.run())
         tasks.create_task(self._run_engine(self._engine))
+        await self._refresh_members()
         self._why_not_ready = ""
         self.ready_event.set()
+
+    async def _refresh_members(self) -> None:
+        """Asks every worker what it is now: the last heartbeat may be from before the load."""
+        members = {member.address: member for member in self._control.membership.members}
+        for stage in self._stages:
+            members[stage.client.address].status.CopyFrom(await stage.client.status())
 
     async def _run_engine(self, engine: MeshEngine) -> None:
         """The engine ends its requests with the pipeline's failure; here it ends the mesh."""
@@ -157,6 +166,18 @@ class Mesh:
             self._percent[pp_rank, progress.tp_rank] = percent
             self._why_not_ready = f"stage {pp_rank} has loaded {percent} % of its weights"
             log.info("stage %d rank %d: %d %% loaded", pp_rank, progress.tp_rank, percent)
+
+    def fail(self, message: str) -> None:
+        """Ends the mesh for a reason seen from outside: a worker process that is gone."""
+        failure = StageFailed(message)
+        self._why_not_ready = message
+        if self._pipeline is not None:
+            self._pipeline.fail(failure)
+        elif not self._failed.done():
+            self._failed.set_result(failure)
+
+    async def _fail_before_pipeline(self) -> None:
+        raise await self._failed
 
     async def drain(self, timeout_seconds: float) -> None:
         """Stops admission and lets what runs finish, up to a deadline."""

@@ -91,6 +91,17 @@ class StageClient:
         )
         return method(requests)
 
+    async def status(self) -> stage_worker_pb2.StatusResponse:
+        """What the worker and its ranks do now. Raises `StageFailed`."""
+        request = stage_worker_pb2.StatusRequest()
+        try:
+            response: stage_worker_pb2.StatusResponse = await self._stub.Status(
+                request, timeout=CALL_TIMEOUT_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self.failed("asking for its status", error) from None
+        return response
+
     async def drain(self) -> None:
         """Tells the worker to leave; one that is gone already is no error."""
         try:

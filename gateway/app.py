@@ -1,0 +1,234 @@
+"""The gateway process: front doors, engine and control service on one event loop.
+
+    bind everything ─> start workers (serve only) ─> mesh comes up ─> serve ─> drain ─> leave
+
+Ports are bound before any other process is started, so a port in use costs
+nothing; from then on `/health` answers, and `/ready` says what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from gateway.banner import banner
+from gateway.engine.engine import EngineConfig, MeshEngine
+from gateway.engine.scheduler import SchedulerLimits
+from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
+from gateway.grpc_server import create_inference_server
+from gateway.mesh import Mesh
+from gateway.mesh_plan import MeshPlan, make_plan
+from gateway.pipeline.mesh_pipeline import MeshPipeline
+from gateway.rest.app import RestConfig, create_rest_app
+from gateway.rest.server import RestServer
+from services.config import ServeConfig
+from services.control.membership import Membership
+from services.control.service import ControlService
+from services.errors import StagemeshError, failure_of
+from services.launch.local import LocalLauncher, LocalWorkers
+from services.models.resolve import resolve_model
+from services.rpc.server import RpcServer
+from services.telemetry.logging import setup_logging
+from services.telemetry.metrics import Metrics
+from stagemesh.v1 import control_pb2_grpc
+from stagemesh.version import __version__
+
+log = logging.getLogger("stagemesh.gateway")
+
+CONTROL_SERVICE = "stagemesh.v1.ControlService"
+INTERRUPT_DRAIN_SECONDS = 1.0
+"""After Ctrl-C somebody waits at the terminal."""
+TERMINATE_DRAIN_SECONDS = 20.0
+"""After SIGTERM a supervisor waits; answers in flight may finish."""
+DOOR_GRACE_SECONDS = 1.0
+"""For last bytes to reach clients after their requests are over."""
+
+
+class Stopped(Exception):
+    """The gateway was asked to stop and has drained; ends its task group."""
+
+
+def run(config: ServeConfig) -> int:
+    """`stagemesh gateway`: waits for stage workers that others start. Returns the exit code."""
+    return _run(config, launch_workers=False)
+
+
+def serve(config: ServeConfig) -> int:
+    """`stagemesh serve`: the gateway and all stage workers of this machine."""
+    return _run(config, launch_workers=True)
+
+
+def _run(config: ServeConfig, *, launch_workers: bool) -> int:
+    setup_logging(process="gateway")
+    code = 0
+    try:
+        uvloop.run(_main(config, launch_workers=launch_workers))
+    except* Stopped:
+        code = 0
+    except* StagemeshError as errors:
+        failure = failure_of(errors)
+        log.error("%s", failure.message if failure is not None else errors)
+        code = 1
+    return code
+
+
+@dataclass(slots=True)
+class _StopRequest:
+    """Set by a signal."""
+
+    event: asyncio.Event
+    drain_seconds: float = INTERRUPT_DRAIN_SECONDS
+
+    def ask(self, drain_seconds: float) -> None:
+        # A second signal is impatience.
+        self.drain_seconds = 0.0 if self.event.is_set() else drain_seconds
+        self.event.set()
+
+
+async def _main(config: ServeConfig, *, launch_workers: bool) -> None:
+    stop = _StopRequest(asyncio.Event())
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.ask, INTERRUPT_DRAIN_SECONDS)
+    loop.add_signal_handler(signal.SIGTERM, stop.ask, TERMINATE_DRAIN_SECONDS)
+    model_path = resolve_model(config.model)
+    plan = make_plan(config, model_path, socket.gethostname())
+    gateway = Gateway(config, plan, load_assets(config, model_path))
+    await gateway.run(stop, launch_workers=launch_workers)
+
+
+class Gateway:
+    """Everything in the gateway process, and the order in which it comes and goes."""
+
+    def __init__(self, config: ServeConfig, plan: MeshPlan, assets: ModelAssets) -> None:
+        self._config = config
+        self._plan = plan
+        self._assets = assets
+        self._metrics = Metrics()
+        self._control = ControlService(
+            Membership(plan.shape, plan.placements, plan.fingerprint)
+        )
+        self._mesh = Mesh(plan, self._control, self._make_engine, self._metrics.observe_stage)
+        self._metrics.watch_engine(self._mesh.stats)
+        self._frontend = Frontend(
+            self._mesh,
+            assets,
+            model_names=config.served_model_name or (_default_name(config),),
+            max_model_len=plan.max_model_len,
+            vocab_size=plan.facts.vocab_size,
+            metrics=self._metrics,
+            seed=config.seed,
+        )
+        self._doors_stop = asyncio.Event()
+
+    def _make_engine(self, pipeline: MeshPipeline, num_blocks: int) -> MeshEngine:
+        limits = SchedulerLimits(
+            num_blocks=num_blocks,
+            block_size=self._config.block_size,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_steps_in_flight=pipeline.num_stages,
+        )
+        return MeshEngine(pipeline, self._assets.tokenizer.backend, EngineConfig(limits))
+
+    async def run(self, stop: _StopRequest, *, launch_workers: bool) -> None:
+        """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""
+        config = self._config
+        control_server = RpcServer([CONTROL_SERVICE])
+        control_pb2_grpc.add_ControlServiceServicer_to_server(
+            self._control, control_server.grpc_server
+        )
+        inference_server = create_inference_server(self._frontend, config.api_key)
+        rest_server = RestServer(
+            create_rest_app(
+                self._frontend,
+                self._mesh,
+                self._mesh.view,
+                self._metrics,
+                RestConfig(api_keys=config.api_key, version=__version__),
+                not_ready_reason=self._why_not_ready,
+            )
+        )
+        launcher: LocalLauncher | None = None
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._frontend.close)
+            stack.callback(rest_server.close)
+            rest_port = rest_server.bind(config.host, config.port)
+            grpc_port = inference_server.bind(config.host, config.grpc_port, flag="--grpc-port")
+            # Nobody outside asks for the control port of a mesh that starts its own workers.
+            wanted = 0 if launch_workers else config.master_port
+            master_port = control_server.bind(config.master_addr, wanted, flag="--master-port")
+            await control_server.start()
+            stack.push_async_callback(control_server.stop, grace_seconds=0.0)
+            await inference_server.start(serving=False)
+            stack.push_async_callback(inference_server.stop, grace_seconds=DOOR_GRACE_SECONDS)
+            if launch_workers:
+                launcher = self._launcher()
+                stack.push_async_callback(launcher.stop)
+                await launcher.start(config.master_addr, master_port)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._serve_rest(rest_server))
+                tasks.create_task(self._run_mesh())
+                tasks.create_task(self._announce(inference_server, rest_port, grpc_port))
+                tasks.create_task(self._stop_on_request(stop, inference_server))
+                if launcher is not None:
+                    tasks.create_task(self._watch_workers(launcher))
+
+    def _launcher(self) -> LocalLauncher:
+        pp_ranks = range(self._plan.shape.pp_size)
+        return LocalLauncher(LocalWorkers(self._config.master_addr, pp_ranks, self._plan.device))
+
+    def _why_not_ready(self) -> str | None:
+        return None if self._mesh.ready else self._mesh.why_not_ready or "the mesh is going down"
+
+    async def _serve_rest(self, server: RestServer) -> None:
+        await server.run(self._doors_stop, grace_seconds=DOOR_GRACE_SECONDS)
+
+    async def _run_mesh(self) -> None:
+        try:
+            await self._mesh.run()
+        except* StagemeshError as errors:
+            failure = failure_of(errors)
+            if failure is None:
+                raise
+            # Clients have been told; let their last bytes out before everything ends.
+            log.error("the mesh has failed: %s", failure.message)
+            self._doors_stop.set()
+            await asyncio.sleep(DOOR_GRACE_SECONDS)
+            raise failure from None
+
+    async def _announce(
+        self, inference_server: RpcServer, rest_port: int, grpc_port: int
+    ) -> None:
+        await self._mesh.ready_event.wait()
+        await inference_server.set_serving(True)
+        host = self._config.host
+        model = self._frontend.model_names[0]
+        chat = self._assets.chat_template is not None
+        print(banner(host, rest_port, grpc_port, model, chat=chat), flush=True)
+
+    async def _watch_workers(self, launcher: LocalLauncher) -> None:
+        pp_rank, code = await launcher.first_exit()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        self._mesh.fail(f"the worker process of stage {pp_rank} {how}; its log lines say why")
+
+    async def _stop_on_request(self, stop: _StopRequest, inference_server: RpcServer) -> None:
+        await stop.event.wait()
+        log.info("stopping: no new requests, those that run get %.0f s", stop.drain_seconds)
+        await inference_server.set_serving(False)
+        await self._mesh.drain(stop.drain_seconds)
+        self._doors_stop.set()
+        await self._mesh.dismiss_workers()
+        raise Stopped
+
+
+def _default_name(config: ServeConfig) -> str:
+    """A directory serves under its last part, a Hub id and the demo model under their own name."""
+    return Path(config.model).name if os.path.isdir(config.model) else config.model
