@@ -1,0 +1,356 @@
+"""The front doors' common half: from a prompt to a metered stream of deltas.
+
+A door parses its own wire form into `Prompt` and `GenerationInput`, calls
+`prepare` and then `generate`, and writes what comes in its own wire form.
+Knows nothing of HTTP or gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from gateway.engine.types import ChoiceDelta, Engine, GenerationRequest
+from gateway.frontend import limits
+from gateway.frontend.chat_template import ChatTemplate, Message, template_source
+from gateway.frontend.generation_defaults import GenerationDefaults, load_generation_defaults
+from gateway.frontend.params import (
+    SamplingInput,
+    StopInput,
+    check_n,
+    check_token_ids,
+    prompt_too_long,
+    resolve_sampling,
+    resolve_stop,
+)
+from gateway.frontend.tokenizer import Tokenizer
+from services.config import ServeConfig
+from services.errors import InvalidRequest, ModelNotFound, Saturated
+from services.telemetry import Metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text, continued as it stands."""
+
+    text: str
+    add_special_tokens: bool = True
+    """Adds what a prompt of this model starts with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, rendered with the model's chat template."""
+
+    messages: tuple[Message, ...]
+    add_generation_prompt: bool = True
+    """Ends with the start of an assistant's turn."""
+    add_special_tokens: bool = False
+    """Templates write the special tokens themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """What a door calls the fields, for errors."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+    logprobs: str = "logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """What a client asked for, apart from the prompt."""
+
+    sampling: SamplingInput = field(default_factory=SamplingInput)
+    stop: StopInput = field(default_factory=StopInput)
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAssets:
+    """What the gateway reads from a model directory, weights apart."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    defaults: GenerationDefaults
+
+
+def load_assets(config: ServeConfig, model_path: Path) -> ModelAssets:
+    """Reads tokenizer, chat template and defaults as the flags say.
+
+    Raises `ModelError` or `ConfigError`, naming file and flag.
+    """
+    directory = Path(config.tokenizer) if config.tokenizer else model_path
+    tokenizer = Tokenizer.from_directory(directory)
+    source = template_source(directory, config.chat_template)
+    return ModelAssets(
+        tokenizer=tokenizer,
+        chat_template=(None if source is None else ChatTemplate(source, tokenizer.special_tokens)),
+        defaults=load_generation_defaults(model_path, config.generation_config),
+    )
+
+
+class Frontend:
+    """Validates, tokenizes, and generates through the engine. One per gateway."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        assets: ModelAssets,
+        *,
+        model_names: Sequence[str],
+        max_model_len: int,
+        vocab_size: int,
+        metrics: Metrics,
+        seed: int | None = None,
+    ) -> None:
+        """`vocab_size` is the model's (rows of its embedding). `seed` makes the seeds
+        that are drawn for requests without one repeatable."""
+        self.engine = engine
+        self.tokenizer = assets.tokenizer
+        self.chat_template = assets.chat_template
+        self.defaults = assets.defaults
+        self.model_names = tuple(model_names)
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.metrics = metrics
+        self.created = int(time.time())
+        """When serving began, seconds since 1970."""
+        self._random = random.Random(seed)
+        self._running = 0
+        self._tokenizing = 0
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Ends the tokenizer's thread. No call may follow."""
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+
+    def resolve_model(self, name: str | None) -> str:
+        """The served name that a request means; raises `ModelNotFound`."""
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ModelNotFound(
+                f"the model {_shortened(name)!r} is not served here; this service has "
+                f"{', '.join(self.model_names)}",
+                param="model",
+            )
+        return name
+
+    async def tokenize(self, prompt: Prompt, names: FieldNames | None = None) -> tuple[int, ...]:
+        """Ids of a prompt; raises `InvalidRequest` for an empty or unusable one."""
+        param = (names or FieldNames()).prompt
+        if isinstance(prompt, TokenPrompt):
+            if not prompt.token_ids:
+                raise InvalidRequest(f"'{param}' is empty", param=param)
+            check_token_ids(param, prompt.token_ids, self.vocab_size)
+            return prompt.token_ids
+        if isinstance(prompt, ChatPrompt):
+            size = sum(len(message.content) for message in prompt.messages)
+            return await self._off_loop(size, lambda: self._encode_chat(prompt, param))
+        if not prompt.text:
+            raise InvalidRequest(f"'{param}' is empty", param=param)
+        return await self._off_loop(
+            len(prompt.text),
+            lambda: tuple(
+                self.tokenizer.encode(
+                    prompt.text, add_special_tokens=prompt.add_special_tokens, param=param
+                )
+            ),
+        )
+
+    async def detokenize(self, token_ids: Sequence[int], param: str = "tokens") -> str:
+        """Text of ids, special tokens included."""
+        check_token_ids(param, token_ids, self.vocab_size)
+        return await self._off_loop(len(token_ids), lambda: self.tokenizer.decode(token_ids))
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        asked: GenerationInput,
+        *,
+        request_id: str,
+        names: FieldNames | None = None,
+        deadline: float | None = None,
+    ) -> GenerationRequest:
+        """A request that the engine can take: everything checked, every default filled in.
+
+        `deadline` is on the event loop's clock; absent means `MAX_REQUEST_SECONDS` from now.
+        """
+        names = names or FieldNames()
+        n = check_n(asked.n)
+        # Cheap checks first: nobody waits for a tokenizer to learn of a negative top_k.
+        sampling = resolve_sampling(
+            asked.sampling,
+            self.defaults,
+            self.vocab_size,
+            self._draw_seed,
+            logprobs_field=names.logprobs,
+        )
+        self._refuse_surely_too_long(prompt, names.prompt)
+        token_ids = await self.tokenize(prompt, names)
+        stop = resolve_stop(
+            asked.stop,
+            self.defaults.eos_token_ids,
+            prompt_tokens=len(token_ids),
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            max_tokens_field=names.max_tokens,
+            prompt_field=names.prompt,
+        )
+        latest = asyncio.get_running_loop().time() + limits.MAX_REQUEST_SECONDS
+        return GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            stop=stop,
+            n=n,
+            deadline=latest if deadline is None else min(deadline, latest),
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """The engine's deltas, counted. Close the iterator to abort the request.
+
+        Raises `Saturated` above `MAX_CONCURRENT_REQUESTS`, and what the engine raises.
+        """
+        if self._running >= limits.MAX_CONCURRENT_REQUESTS:
+            raise Saturated(
+                f"{self._running} requests are running or queued, which is the limit; "
+                "try again later",
+                retry_after_seconds=limits.RETRY_AFTER_SECONDS,
+            )
+        self._running += 1
+        try:
+            self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+            meter = _Meter(self.metrics)
+            deltas = self.engine.generate(request)
+            try:
+                async for delta in deltas:
+                    meter.count(delta)
+                    yield delta
+            finally:
+                if isinstance(deltas, AsyncGenerator):
+                    await deltas.aclose()
+        finally:
+            self._running -= 1
+
+    @property
+    def running_requests(self) -> int:
+        """Generations that are running or queued, over all doors."""
+        return self._running
+
+    def _encode_chat(self, prompt: ChatPrompt, param: str) -> tuple[int, ...]:
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use completions, or start the service with "
+                "--chat-template FILE",
+                param=param,
+            )
+        if not prompt.messages:
+            raise InvalidRequest(f"'{param}' is empty", param=param)
+        text = self.chat_template.render(
+            prompt.messages, add_generation_prompt=prompt.add_generation_prompt
+        )
+        ids = self.tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens, param=param)
+        if not ids:
+            raise InvalidRequest(f"'{param}' renders to an empty prompt", param=param)
+        return tuple(ids)
+
+    def _refuse_surely_too_long(self, prompt: Prompt, param: str) -> None:
+        """A text that even the longest tokens cannot fit is refused without tokenizing it."""
+        if isinstance(prompt, TokenPrompt):
+            return
+        chars = (
+            len(prompt.text)
+            if isinstance(prompt, TextPrompt)
+            else sum(len(message.content) for message in prompt.messages)
+        )
+        longest = self.tokenizer.longest_piece_chars
+        if longest is not None and chars > self.max_model_len * longest:
+            raise prompt_too_long(
+                f"at least {math.ceil(chars / longest)}", self.max_model_len, param
+            )
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Runs short work here and long work in the tokenizer's thread."""
+        if size <= limits.INLINE_TEXT_CHARS:
+            return work()
+        if self._tokenizing >= limits.MAX_PENDING_TOKENIZATIONS:
+            raise Saturated(
+                f"{self._tokenizing} long texts wait for the tokenizer, which is the limit; "
+                "try again later",
+                retry_after_seconds=limits.RETRY_AFTER_SECONDS,
+            )
+        self._tokenizing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)
+        finally:
+            self._tokenizing -= 1
+
+    def _draw_seed(self) -> int:
+        return self._random.getrandbits(64)
+
+
+class _Meter:
+    """Token counts and latencies of one request."""
+
+    __slots__ = ("_last_delivery", "_metrics", "_started")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._last_delivery: dict[int, float] = {}
+
+    def count(self, delta: ChoiceDelta) -> None:
+        if not delta.token_ids:
+            return
+        now = time.monotonic()
+        self._metrics.generation_tokens.inc(len(delta.token_ids))
+        before = self._last_delivery.get(delta.choice_index)
+        if before is not None:
+            self._metrics.inter_token_seconds.observe(now - before)
+        elif not self._last_delivery:
+            self._metrics.time_to_first_token_seconds.observe(now - self._started)
+        self._last_delivery[delta.choice_index] = now
+
+
+def new_request_id(prefix: str, client_id: str | None = None) -> str:
+    """A unique name; it starts with the client's own where there is one, so that a log of
+    either side finds it."""
+    unique = uuid.uuid4().hex
+    return f"{prefix}-{client_id}-{unique[:8]}" if client_id else f"{prefix}-{unique}"
+
+
+def check_request_id(value: str, param: str) -> str:
+    """A client's name for its request, fit for a header and a log line."""
+    if len(value) > limits.MAX_REQUEST_ID_CHARS or not (value.isascii() and value.isprintable()):
+        raise InvalidRequest(
+            f"'{param}' must be at most {limits.MAX_REQUEST_ID_CHARS} printable ASCII characters",
+            param=param,
+        )
+    return value
+
+
+def _shortened(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else text[:most] + "..."

@@ -1,0 +1,70 @@
+"""Every limit of the front doors, by name. docs/limits.md is the same table for readers;
+a test keeps the two equal.
+
+Limits that follow from the model (vocabulary, context length) or from flags
+(max_num_seqs, ...) are not here. What is over a limit is refused with the
+field, the value and the limit; nothing is cut in silence.
+"""
+
+from __future__ import annotations
+
+from services.rpc import INFERENCE_MAX_REQUEST_BYTES
+
+MAX_BODY_BYTES = INFERENCE_MAX_REQUEST_BYTES
+"""HTTP body, counted while it is read; the same as one gRPC request message."""
+
+BODY_TIMEOUT_SECONDS = 30.0
+"""A body that has not arrived by then is given up, so that slow senders hold nothing."""
+
+MAX_CONCURRENT_REQUESTS = 1024
+"""Generations at a time over both doors, queued ones included; the next one is 429."""
+
+MAX_PENDING_TOKENIZATIONS = 64
+"""Long texts that wait for the tokenizer's thread; each may be a whole body."""
+
+INLINE_TEXT_CHARS = 4096
+"""Longer texts are tokenized in a thread of their own: about 1 ms on the event loop."""
+
+MAX_REQUEST_SECONDS = 3600.0
+"""Deadline of a request whose client sets none."""
+
+MAX_REQUEST_ID_CHARS = 128
+"""Of x-request-id and of gRPC's request_id; printable ASCII."""
+
+MAX_N = 16
+"""Choices for each prompt."""
+
+MAX_PROMPTS_PER_REQUEST = 64
+"""Prompts in one completions call."""
+
+MAX_CHOICES_PER_REQUEST = 128
+"""Prompts times n in one completions call."""
+
+MAX_MESSAGES = 2048
+"""Messages of one conversation."""
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+"""Each generated piece is compared with each of them."""
+
+MAX_STOP_TOKEN_IDS = 64
+
+MAX_LOGPROBS = 20
+"""logprobs of completions and top_logprobs of chat."""
+
+MAX_LOGIT_BIAS_ENTRIES = 1024
+LOGIT_BIAS_BOUND = 100.0
+"""Each entry is within -100 and 100, OpenAI's range."""
+
+MAX_TEMPERATURE = 2.0
+PENALTY_BOUND = 2.0
+"""presence_penalty and frequency_penalty are within -2 and 2."""
+
+MAX_SEED = 2**64 - 1
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions where it is absent, as OpenAI has it. Chat and gRPC
+take what the context leaves."""
+
+RETRY_AFTER_SECONDS = 1.0
+"""Told with 429 and 503 where nothing better is known."""

@@ -1,0 +1,115 @@
+"""Serves an ASGI application with uvicorn, inside somebody else's event loop.
+
+Unlike `uvicorn.run` it installs no signal handlers, never exits the process,
+and binds before it starts, so that the port is known and a clash is an error
+of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.errors import ConfigError
+
+KEEP_ALIVE_SECONDS = 75
+"""Idle connections stay open longer than common clients' pools keep them, so that the
+client is the one to close."""
+
+LISTEN_BACKLOG = 1024
+CANCELLED_TASKS_SECONDS = 1.0
+"""What is cancelled at the end of the grace gets this long to clean up."""
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RestServer:
+    """One HTTP server: `bind`, then `run` in a task."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._socket: socket.socket | None = None
+
+    def bind(self, host: str, port: int, *, flag: str = "--port") -> int:
+        """Listens on the address and returns the real port (0 takes a free one).
+
+        Raises `ConfigError` naming address and `flag` where it cannot be had.
+        """
+        if not host:
+            raise ConfigError(
+                "an empty host would listen on all interfaces; name one", param="--host"
+            )
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--host {host!r} is no address: {error}", param="--host") from error
+        listener = socket.socket(family, kind, proto)
+        try:
+            # Only skips the wait after an earlier server's end; two servers still clash,
+            # because listening follows at once.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(LISTEN_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another "
+                f"with {flag} (0 takes a free port)",
+                param=flag,
+            ) from error
+        listener.setblocking(False)
+        self._socket = listener
+        return int(listener.getsockname()[1])
+
+    async def run(self, stop: asyncio.Event, *, grace_seconds: float = 3.0) -> None:
+        """Serves until `stop` is set; then takes nothing new, lets running requests go on
+        for the grace and cancels the rest. Cancelling this coroutine closes at once."""
+        if self._socket is None:
+            raise ConfigError("the REST server was started before it was bound")
+        server = _Uvicorn(
+            uvicorn.Config(
+                self._app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=max(1, round(grace_seconds)),
+            )
+        )
+        listener, self._socket = self._socket, None
+        try:
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(server.serve(sockets=[listener]))
+                await stop.wait()
+                server.should_exit = True
+                await serving
+        finally:
+            listener.close()
+            await _end_requests(server)
+
+    def close(self) -> None:
+        """Gives the port back where `run` was never called."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+async def _end_requests(server: uvicorn.Server) -> None:
+    for task in server.server_state.tasks:
+        task.cancel()
+    if server.server_state.tasks:
+        await asyncio.wait(list(server.server_state.tasks), timeout=CANCELLED_TASKS_SECONDS)
