@@ -24,7 +24,7 @@ def serve(argv: Sequence[str]) -> int:
         "OpenAI-compatible REST API and gRPC."
     )
     config = _serve_config("serve", description, argv)
-    return load_service("services.launch.local", "serve", "gateway,worker")(config)
+    return load_service("gateway.app", "serve", "gateway,worker")(config)
 
 
 def gateway(argv: Sequence[str]) -> int:

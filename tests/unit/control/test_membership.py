@@ -1,0 +1,121 @@
+"""Who may join, who is missing, who has gone silent: the table without any I/O."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
+from services.errors import FingerprintMismatch, JoinRefused
+from services.topology.facts import MeshShape
+from services.topology.fingerprint import digest
+from services.topology.placement import NodeDevices, place
+from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
+
+SHAPE = MeshShape(dp_size=1, tp_size=2, pp_size=2, pp_layer_partition=(15, 15))
+
+
+def fingerprint(**fields: str) -> topology_pb2.Fingerprint:
+    pairs = tuple(fields.items())
+    return topology_pb2.Fingerprint(
+        digest=digest(pairs),
+        fields=[topology_pb2.FingerprintField(name=name, value=value) for name, value in pairs],
+    )
+
+
+def membership() -> Membership:
+    placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
+    return Membership(SHAPE, placements, fingerprint(stagemesh="0.1.0"))
+
+
+def request(
+    port: int, pp_rank: int | None = None, num_devices: int = 2, version: str = "0.1.0"
+) -> control_pb2.JoinRequest:
+    message = control_pb2.JoinRequest(
+        node="node-a",
+        address=f"127.0.0.1:{port}",
+        pid=port,
+        device="npu",
+        num_devices=num_devices,
+        fingerprint=fingerprint(stagemesh=version),
+    )
+    if pp_rank is not None:
+        message.wanted.CopyFrom(topology_pb2.Placement(pp_rank=pp_rank))
+    return message
+
+
+def test_workers_without_a_wish_fill_the_stages_in_order() -> None:
+    table = membership()
+    first = table.join(request(1), now=0.0)
+    second = table.join(request(2), now=0.0)
+    assert (first.placement.pp_rank, second.placement.pp_rank) == (0, 1)
+    assert (second.placement.layer_start, second.placement.layer_end) == (15, 30)
+    assert list(second.placement.tp_ranks) == [0, 1]
+    assert table.complete
+    assert table.missing() == ()
+
+
+def test_a_wish_is_kept_and_the_missing_stage_is_named() -> None:
+    table = membership()
+    assert table.join(request(1, pp_rank=1), now=0.0).placement.pp_rank == 1
+    assert not table.complete
+    assert table.missing() == ("stage 0 (replica 0, TP ranks from 0)",)
+
+
+def test_two_workers_for_one_stage_are_both_named() -> None:
+    table = membership()
+    table.join(request(1, pp_rank=1), now=0.0)
+    with pytest.raises(JoinRefused) as refusal:
+        table.join(request(2, pp_rank=1), now=0.0)
+    assert "127.0.0.1:1" in refusal.value.message
+    assert "127.0.0.1:2" in refusal.value.message
+    assert "--pp-rank" in refusal.value.message
+    assert [member.address for member in table.members] == ["127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (request(3, pp_rank=7), "wants stage 7, and this mesh has stages 0 to 1"),
+        (request(3, pp_rank=0, num_devices=1), "needs 2 devices (tensor_parallel_size)"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(
+    message: control_pb2.JoinRequest, expected: str
+) -> None:
+    table = membership()
+    with pytest.raises(JoinRefused, match=expected.replace("(", r"\(").replace(")", r"\)")):
+        table.join(message, now=0.0)
+    assert table.members == ()
+
+
+def test_one_worker_too_many_is_refused() -> None:
+    table = membership()
+    for port in (1, 2):
+        table.join(request(port), now=0.0)
+    with pytest.raises(JoinRefused, match="one too many"):
+        table.join(request(3), now=0.0)
+
+
+def test_another_version_is_refused_with_both_values() -> None:
+    table = membership()
+    with pytest.raises(FingerprintMismatch, match=r"0\.1\.0.*0\.2\.0"):
+        table.join(request(1, version="0.2.0"), now=0.0)
+    assert table.members == ()
+
+
+def test_a_silent_member_is_found_and_a_stranger_sent_away() -> None:
+    table = membership()
+    first = table.join(request(1), now=0.0)
+    second = table.join(request(2), now=0.0)
+    later = MEMBER_TIMEOUT_SECONDS + 0.5
+    beat = control_pb2.HeartbeatRequest(
+        worker_id=second.worker_id,
+        status=stage_worker_pb2.StatusResponse(
+            state=stage_worker_pb2.COMPONENT_STATE_READY, last_step_id=7
+        ),
+    )
+    assert not table.heartbeat(beat, now=later).leave
+    assert [member.worker_id for member in table.silent(later)] == [first.worker_id]
+    assert table.members[1].status.last_step_id == 7
+    stranger = control_pb2.HeartbeatRequest(worker_id="worker-99")
+    assert table.heartbeat(stranger, now=later).leave
