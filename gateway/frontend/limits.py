@@ -19,6 +19,9 @@ BODY_TIMEOUT_SECONDS = 30.0
 MAX_CONCURRENT_REQUESTS = 1024
 """Generations at a time over both doors, queued ones included; the next one is 429."""
 
+MAX_CONCURRENT_RPCS = 2048
+"""gRPC calls at a time, health and tokenizing included; the next one is refused unread."""
+
 MAX_PENDING_TOKENIZATIONS = 64
 """Long texts that wait for the tokenizer's thread; each may be a whole body."""
 

@@ -155,7 +155,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        handler = await continuation(handler_call_details)
+        try:
+            handler = await continuation(handler_call_details)
+        except StagemeshError as error:
+            return _refusal(error)
         if handler is None:
             return None
         method: str = handler_call_details.method
@@ -178,6 +181,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(
             _guard(handler.stream_stream, method), **codecs
         )
+
+
+def _refusal(error: StagemeshError) -> grpc.RpcMethodHandler:
+    """Answers a call with an error, whatever kind of method it asked for."""
+
+    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        await abort(context, error)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _guard(handler: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:

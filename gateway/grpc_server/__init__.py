@@ -1,0 +1,4 @@
+"""The gRPC front door: InferenceService over the same frontend as REST.
+
+`server.create_inference_server` makes the server.
+"""

@@ -1,0 +1,146 @@
+"""Between InferenceService's messages and the frontend's facts. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from gateway.engine.types import ChoiceDelta, FinishReason, TokenLogprob
+from gateway.frontend import limits
+from gateway.frontend.chat_template import Message
+from gateway.frontend.frontend import (
+    ChatPrompt,
+    FieldNames,
+    GenerationInput,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.frontend.params import SamplingInput, StopInput, check_n
+from services.errors import InvalidRequest
+from stagemesh.v1 import inference_pb2, step_pb2
+
+T = TypeVar("T")
+
+ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
+_TEMPLATE_ROLES = {"developer": "system"}
+
+_FINISH = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+}
+
+
+def field_names(request: inference_pb2.GenerateRequest) -> FieldNames:
+    """Names for errors: those of the message."""
+    return FieldNames(prompt=_prompt_field(request), logprobs="num_logprobs")
+
+
+def _prompt_field(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+) -> str:
+    return {"text": "text", "chat": "messages", "tokens": "token_ids"}.get(
+        request.WhichOneof("prompt") or "", "prompt"
+    )
+
+
+def prompt_of(request: inference_pb2.GenerateRequest) -> Prompt:
+    """The prompt; raises `InvalidRequest` where there is none."""
+    which = request.WhichOneof("prompt")
+    if which == "text":
+        return TextPrompt(request.text)
+    if which == "chat":
+        return ChatPrompt(_messages(request.chat))
+    if which == "tokens":
+        return TokenPrompt(tuple(request.tokens.token_ids))
+    raise InvalidRequest("the request has no prompt: set text, chat or tokens", param="prompt")
+
+
+def tokenize_prompt_of(request: inference_pb2.TokenizeRequest) -> tuple[Prompt, FieldNames]:
+    """The prompt to tokenize; raises `InvalidRequest` where there is none."""
+    names = FieldNames(prompt=_prompt_field(request))
+    special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    which = request.WhichOneof("prompt")
+    if which == "text":
+        return TextPrompt(request.text, add_special_tokens=special is not False), names
+    if which == "chat":
+        return ChatPrompt(_messages(request.chat), add_special_tokens=bool(special)), names
+    raise InvalidRequest("the request has no prompt: set text or chat", param="prompt")
+
+
+def _messages(chat: inference_pb2.ChatPrompt) -> tuple[Message, ...]:
+    if not chat.messages:
+        raise InvalidRequest("'messages' is empty", param="messages")
+    if len(chat.messages) > limits.MAX_MESSAGES:
+        raise InvalidRequest(
+            f"'messages' has {len(chat.messages)} entries; at most {limits.MAX_MESSAGES} work",
+            param="messages",
+        )
+    for index, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidRequest(
+                f"'messages[{index}].role' must be one of {', '.join(sorted(ROLES))}",
+                param=f"messages[{index}].role",
+            )
+    return tuple(
+        Message(role=_TEMPLATE_ROLES.get(one.role, one.role), content=one.content)
+        for one in chat.messages
+    )
+
+
+def _given(value: T, present: bool) -> T | None:
+    return value if present else None
+
+
+def input_of(request: inference_pb2.GenerateRequest) -> GenerationInput:
+    """Everything but the prompt."""
+    sampling, stop = request.sampling, request.stop
+    has = sampling.HasField
+    return GenerationInput(
+        sampling=SamplingInput(
+            temperature=_given(sampling.temperature, has("temperature")),
+            top_p=_given(sampling.top_p, has("top_p")),
+            top_k=_given(sampling.top_k, has("top_k")),
+            min_p=_given(sampling.min_p, has("min_p")),
+            seed=_given(sampling.seed, has("seed")),
+            presence_penalty=_given(sampling.presence_penalty, has("presence_penalty")),
+            frequency_penalty=_given(sampling.frequency_penalty, has("frequency_penalty")),
+            repetition_penalty=_given(sampling.repetition_penalty, has("repetition_penalty")),
+            logit_bias=dict(sampling.logit_bias),
+            num_logprobs=_given(sampling.num_logprobs, has("num_logprobs")),
+        ),
+        stop=StopInput(
+            max_tokens=_given(stop.max_tokens, stop.HasField("max_tokens")),
+            stop=tuple(stop.stop),
+            stop_token_ids=tuple(stop.stop_token_ids),
+            ignore_eos=stop.ignore_eos,
+        ),
+        n=check_n(request.n or 1),
+    )
+
+
+def response_of(delta: ChoiceDelta, request_id: str) -> inference_pb2.GenerateResponse:
+    """One piece."""
+    response = inference_pb2.GenerateResponse(
+        choice_index=delta.choice_index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        request_id=request_id,
+    )
+    if delta.logprobs:
+        response.logprobs.extend(_logprobs(delta.logprobs))
+    if delta.finish_reason is not None:
+        response.finish_reason = _FINISH[delta.finish_reason]
+    return response
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[step_pb2.TokenLogprobs]:
+    return [
+        step_pb2.TokenLogprobs(
+            logprob=one.logprob,
+            top_token_ids=[token_id for token_id, _ in one.top],
+            top_logprobs=[logprob for _, logprob in one.top],
+        )
+        for one in logprobs
+    ]
