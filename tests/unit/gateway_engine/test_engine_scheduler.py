@@ -252,6 +252,48 @@ def test_block_shortage_preempts_the_newest_and_loses_nothing() -> None:
     assert sim.scheduler.num_free_blocks == 10
 
 
+def test_the_newest_is_preempted_first() -> None:
+    sim = simulation(num_stages=1, num_blocks=11, block_size=2)
+    oldest, middle, newest = add(sim, 3, prompt_length=4, max_tokens=8)
+    while not sim.scheduler.num_preemptions:
+        sim.pump()
+        sim.finish_next()
+    statuses = [sequence.status for sequence in (oldest, middle, newest)]
+    assert statuses == [SequenceStatus.RUNNING, SequenceStatus.RUNNING, SequenceStatus.WAITING]
+    sim.run()
+    for sequence in (oldest, middle, newest):
+        assert_right(sequence)
+
+
+def test_blocks_that_are_on_their_way_are_waited_for() -> None:
+    """No sequence loses its work for a block that an abort has given back already."""
+    sim = simulation(num_stages=3, num_blocks=12, block_size=1)
+    old, new = add(sim, 2, prompt_length=2, max_tokens=5)
+    doomed = new_sequence(range(30, 35), 8)
+    sim.scheduler.add(doomed)
+    while sim.scheduler.num_free_blocks or old.rows_in_flight:
+        sim.pump()
+        sim.finish_next()
+    assert doomed.rows_in_flight == 1
+    sim.scheduler.abort(doomed)
+    sim.run()
+    assert_right(old)
+    assert_right(new)
+    assert sim.scheduler.num_preemptions == 0
+
+
+def test_a_newcomer_leaves_a_block_for_each_running_sequence() -> None:
+    """Otherwise it would be preempted as soon as the others grow."""
+    sim = simulation(num_stages=1, num_blocks=8, block_size=4)
+    add(sim, 2, prompt_length=4, max_tokens=12)
+    into_steady_state(sim, num_steps=2)
+    newcomer = new_sequence(range(60, 72), 8)
+    sim.scheduler.add(newcomer)
+    sim.run()
+    assert_right(newcomer)
+    assert sim.scheduler.num_preemptions == 0
+
+
 def test_a_preempted_sequence_keeps_its_token_and_its_place() -> None:
     sim = simulation(num_stages=2, num_blocks=8, block_size=2, min_prompt_chunk_tokens=1)
     old, new = add(sim, 2, prompt_length=3, max_tokens=14)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from simulated_mesh import Action, Simulation, SimulatedMesh, new_sequence, reference_tokens
 
 from gateway.engine.scheduler import Scheduler, SchedulerLimits
@@ -127,6 +127,35 @@ def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list
     sequences, actions = traffic(sim, setting, visits)
     sim.run(actions)
     check_ends(sim, setting, sequences)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_stages=st.integers(2, 4),
+    extra_depth=st.integers(0, 2),
+    num_blocks=st.integers(14, 30),
+    budget=st.integers(2, 16),
+    visits=st.lists(
+        st.builds(
+            Visit,
+            arrives=st.integers(0, 6).map(float),
+            prompt_length=st.integers(1, 6),
+            max_tokens=st.integers(4, 9),
+            leaves_after=st.none() | st.integers(0, 20).map(float),
+        ),
+        min_size=6,
+        max_size=12,
+    ),
+)
+def test_answers_survive_constant_preemption(
+    num_stages: int, extra_depth: int, num_blocks: int, budget: int, visits: list[Visit]
+) -> None:
+    setting = Setting(num_stages, num_stages + extra_depth, num_blocks, 1, 8, budget, 2)
+    sim = build(setting)
+    sequences, actions = traffic(sim, setting, visits)
+    sim.run(actions)
+    check_ends(sim, setting, sequences)
+    event(f"preemptions: {min(sim.scheduler.num_preemptions, 3)}")
 
 
 @settings(max_examples=60, deadline=None)
