@@ -16,7 +16,7 @@ def convert(gguf: Path, output: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print("reading and de-quantizing the weights", flush=True)
+    print("    reading and de-quantizing the weights", flush=True)
     source = {"gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), dtype=torch.float32, **source
@@ -30,7 +30,7 @@ def convert(gguf: Path, output: Path) -> None:
     model = type(quantized)(config)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
-    print("writing safetensors and tokenizer", flush=True)
+    print("    writing safetensors and tokenizer", flush=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     for path in output.iterdir():

