@@ -19,7 +19,7 @@ SERVE_EXTRAS := gateway,worker,convert
 SERVE_STAMP := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 
-.PHONY: help serve install model test test-system proto check-proto lint format types check-aarch64 bench clean
+.PHONY: help serve install install-test model test test-system proto check-proto lint format types check-aarch64 bench clean
 
 help:
 	@echo "make serve         install, fetch the demo model, serve it on two stages"
@@ -35,6 +35,8 @@ serve: install model
 	exec $(BIN)/stagemesh serve $(MODEL) $(SERVE_ARGS)
 
 install: $(SERVE_STAMP)
+
+install-test: $(TEST_STAMP)
 
 model: $(SERVE_STAMP)
 	@$(BIN)/stagemesh model fetch $(MODEL)

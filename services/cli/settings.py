@@ -72,12 +72,10 @@ def _merge(
         else:
             continue
         fields[flag.field] = _checked(flag, source, raw)
-    model = arguments.positional
-    if model is None and "model" in from_file:
-        named = from_file["model"]
-        if not isinstance(named, str):
-            raise UsageError(f"model in {arguments.config_file} must be a text, got {named!r}")
-        model = named
+    named = from_file.get("model")
+    if named is not None and not isinstance(named, str):
+        raise UsageError(f"model in {arguments.config_file} must be a text, got {named!r}")
+    model = arguments.positional if arguments.positional is not None else named
     if model is not None and not model.strip():
         raise UsageError("MODEL must not be empty")
     return fields, model
@@ -125,8 +123,17 @@ def read_config_file(
         if field in result:
             raise UsageError(f"--config {path} says {field} twice (with dash and underscore)")
         if value is not None:
-            result[field] = value
+            result[field] = _plain(path, str(key), value)
     return result
+
+
+def _plain(path: str, key: str, value: object) -> Raw:
+    """A scalar or a list of scalars, as a flag could say it."""
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return value
+    raise UsageError(f"--config {path}: {key} must be a text, a number, true, false, or a list")
 
 
 def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> str:

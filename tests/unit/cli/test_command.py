@@ -1,0 +1,95 @@
+"""The command as a process: exit codes, one line of error, and what it imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli import main
+from stagemesh.version import __version__
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *argv],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [(), ("serve",), ("sreve",), ("serve", "m", "--enable-lora"), ("model", "fetch", "x")]
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    argv: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("stagemesh: error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_failure_while_running_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("STAGEMESH_HOME", str(blocked))
+    assert main(["model", "fetch", "smollm2-135m-instruct"]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("stagemesh: error: smollm2-135m-instruct cannot be put into")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--help",),
+        ("serve", "--help"),
+        ("gateway", "--help"),
+        ("stage-worker", "--help"),
+        ("model", "--help"),
+        ("model", "fetch", "--help"),
+        ("version", "--help"),
+    ],
+)
+def test_every_command_has_help(argv: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("usage: stagemesh")
+    assert err == ""
+    assert "lifeline" not in out
+
+
+def test_version_names_the_one_version() -> None:
+    done = run("version")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0] == f"stagemesh {__version__}"
+
+
+@pytest.mark.parametrize("argv", [["version"], ["serve", "--help"], ["--help"]])
+def test_help_and_version_import_nothing_heavy(argv: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from services.cli import main\n"
+        f"code = main({argv!r})\n"
+        "heavy = {'torch', 'grpc', 'transformers', 'tokenizers', 'fastapi', 'yaml'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "HEAVY []"

@@ -1,0 +1,215 @@
+"""From arguments, file and environment to one config."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from services.cli.arguments import Positional, parse_arguments
+from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS, all_flags
+from services.cli.settings import serve_config, stage_worker_config
+from services.cli.usage import UsageError
+from services.cli.vllm import vllm_serve_flags
+from services.config import ServeConfig, StageWorkerConfig
+
+MODEL = Positional("MODEL", "")
+
+
+def parse(*argv: str, environment: dict[str, str] | None = None) -> ServeConfig:
+    arguments = parse_arguments("serve", "", SERVE_GROUPS, MODEL, argv)
+    return serve_config("serve", arguments, SERVE_GROUPS, environment or {})
+
+
+def refusal(*argv: str, environment: dict[str, str] | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse(*argv, environment=environment)
+    return str(caught.value)
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_model_alone_gives_the_defaults() -> None:
+    assert parse("m") == ServeConfig(model="m")
+
+
+def test_every_flag_fills_its_field() -> None:
+    config = parse(
+        "m",
+        *("--tensor-parallel-size", "2", "--pipeline-parallel-size", "3"),
+        *("--pp-layer-partition", "32,29", "--device", "cpu"),
+        *("--master-addr", "10.0.0.1", "--master-port", "29600"),
+        *("--host", "0.0.0.0", "--port", "9000", "--grpc-port", "9001"),
+        *("--api-key", "one", "two", "--served-model-name", "a", "b"),
+        *("--dtype", "bfloat16", "--max-model-len", "4k", "--tokenizer", "t"),
+        *("--chat-template", "c.jinja", "--generation-config", "none"),
+        *("--trust-remote-code", "--seed", "7", "--max-num-seqs", "8"),
+        *("--max-num-batched-tokens", "1K", "--block-size", "32"),
+        *("--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5"),
+        "--enforce-eager",
+    )
+    assert config == ServeConfig(
+        model="m",
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        pp_layer_partition=(32, 29),
+        host="0.0.0.0",
+        port=9000,
+        grpc_port=9001,
+        master_addr="10.0.0.1",
+        master_port=29600,
+        dtype="bfloat16",
+        max_model_len=4000,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        block_size=32,
+        kv_cache_memory_bytes=2**30,
+        gpu_memory_utilization=0.5,
+        served_model_name=("a", "b"),
+        tokenizer="t",
+        chat_template="c.jinja",
+        generation_config="none",
+        seed=7,
+        api_key=("one", "two"),
+        device="cpu",
+        enforce_eager=True,
+        trust_remote_code=True,
+    )
+
+
+def test_flags_and_config_fields_are_the_same_set() -> None:
+    serve = {flag.field for flag in all_flags(SERVE_GROUPS)} - {"config"}
+    assert serve == {field.name for field in dataclasses.fields(ServeConfig)} - {"model"}
+    worker = {flag.field for flag in all_flags(STAGE_WORKER_GROUPS)} - {"config"}
+    assert worker == {field.name for field in dataclasses.fields(StageWorkerConfig)}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("-tp", "2", "-pp", "3", "m"),
+        ("m", "-tp=2", "-pp=3"),
+        ("m", "--tensor_parallel_size", "2", "--pipeline_parallel_size=3"),
+    ],
+)
+def test_short_names_and_underscores(argv: tuple[str, ...]) -> None:
+    config = parse(*argv)
+    assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (2, 3)
+
+
+def test_a_repeated_list_flag_adds_up() -> None:
+    assert parse("m", "--api-key", "a", "--api-key", "b").api_key == ("a", "b")
+
+
+def test_a_switch_can_be_turned_off_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "enforce-eager: true\n")
+    assert parse("m", "--config", path).enforce_eager is True
+    assert parse("m", "--config", path, "--no-enforce-eager").enforce_eager is False
+
+
+def test_command_line_before_file_before_environment(tmp_path: Path) -> None:
+    path = write(tmp_path, "pp_layer_partition: [20, 10]\nport: 9000\n")
+    environment = {"VLLM_PP_LAYER_PARTITION": "15,15"}
+    argv = ("m", "--config", path)
+    assert parse("m", environment=environment).pp_layer_partition == (15, 15)
+    assert parse(*argv, environment=environment).pp_layer_partition == (20, 10)
+    on_line = parse(*argv, "--pp-layer-partition", "16,14", environment=environment)
+    assert on_line.pp_layer_partition == (16, 14)
+    assert on_line.port == 9000
+
+
+def test_the_file_may_name_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: from-file\n")
+    assert parse("--config", path).model == "from-file"
+    assert parse("on-line", "--config", path).model == "on-line"
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert parse("m", "--config", write(tmp_path, "")) == ServeConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seq: 4\n", "unknown key max-num-seq, did you mean max_num_seqs?"),
+        ("enable-lora: true\n", "vLLM has enable-lora, stagemesh serve does not (yet)"),
+        ("port: 70000\n", "port in {path} must be a port from 0"),
+        ("- port\n", "must be a mapping"),
+        ("port: [\n", "is not valid YAML"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", "says max_num_seqs twice"),
+        ("model: 3\n", "model in {path} must be a text"),
+        ("block-size: true\n", "must be a whole number"),
+        ("host: {a: b}\n", "host must be a text, a number"),
+        ("served-model-name: [{a: b}]\n", "served-model-name must be"),
+        ("pp-layer-partition: {16: a, 14: b}\n", "pp-layer-partition must be"),
+        ("api-key: 2026-01-01\n", "api-key must be"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    assert message.format(path=path) in refusal("m", "--config", path)
+
+
+def test_a_missing_file_is_refused() -> None:
+    assert "cannot be read" in refusal("m", "--config", "/nonexistent/serve.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "MODEL is missing"),
+        (("--api-key", "k", "m"), "MODEL is missing"),
+        (("m", "--prot", "1"), "unknown flag --prot, did you mean --port?"),
+        (("m", "--zzz"), "unknown flag --zzz; see stagemesh serve --help"),
+        (("m", "--enable-lora"), "vLLM has --enable-lora, stagemesh serve does not (yet)"),
+        (("m", "--enable_lora"), "vLLM has --enable_lora"),
+        (("m", "--no-enable-prefix-caching"), "vLLM has --no-enable-prefix-caching"),
+        (("m", "-dp", "2"), "vLLM has -dp"),
+        (("m", "--speculative-config.method=x"), "vLLM has --speculative-config.method"),
+        (("m", "--port"), "--port needs a value"),
+        (("m", "--port", "--host"), "--port needs a value"),
+        (("m", "n"), "unrecognized arguments: n"),
+        (("m", "-pp", "0"), "--pipeline-parallel-size must be a whole number of at least 1"),
+        (("m", "--pp-layer-partition", "-1,62"), "got '-1,62'"),
+        (("m", "--seed", "-1"), "--seed must be a whole number from 0"),
+        (("m", "--dtype", "int8"), "must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        (("m", "--port", "8001"), "--port and --grpc-port are both 8001"),
+        (("",), "MODEL must not be empty"),
+    ],
+)
+def test_wrong_usage_names_the_flag_and_the_remedy(argv: tuple[str, ...], message: str) -> None:
+    assert message in refusal(*argv)
+
+
+def test_the_environment_is_named_when_it_is_wrong() -> None:
+    message = refusal("m", environment={"VLLM_PP_LAYER_PARTITION": "0,61"})
+    assert message.startswith("VLLM_PP_LAYER_PARTITION must be")
+
+
+def test_a_key_from_the_environment_is_used_and_never_shown(tmp_path: Path) -> None:
+    assert parse("m", environment={"STAGEMESH_API_KEY": "secret"}).api_key == ("secret",)
+    path = write(tmp_path, "api-key: [secret, '']\n")
+    assert "secret" not in refusal("m", "--config", path)
+
+
+def test_free_ports_do_not_clash() -> None:
+    config = parse("m", "--port", "0", "--grpc-port", "0", "--master-port", "0")
+    assert (config.port, config.grpc_port, config.master_port) == (0, 0, 0)
+
+
+def test_stage_worker() -> None:
+    argv = ("--master-addr", "10.0.0.1", "--pp-rank", "1", "--lifeline-fd", "7")
+    arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, argv)
+    config = stage_worker_config(arguments, STAGE_WORKER_GROUPS, {})
+    assert config == StageWorkerConfig(master_addr="10.0.0.1", pp_rank=1, lifeline_fd=7)
+
+
+def test_the_list_of_vllm_is_the_real_one() -> None:
+    flags = vllm_serve_flags()
+    assert len(flags) > 300
+    assert {"--enable-lora", "--nnodes", "--api-server-count", "-dp", "-O", "--uds"} <= flags
