@@ -190,17 +190,18 @@ class StageRunner:
         end = 0
         for index, (row, span) in enumerate(zip(step.rows, spans, strict=True)):
             end += span.num_tokens
-            state = self._slots[span.slot].sampling
-            if row.num_sampled == 0 or state is None:
+            if row.num_sampled == 0:
                 continue
             # The state itself, not its slot: the slot may be reused before this step is computed.
-            first = span.num_tokens - row.num_sampled
-            drafts = tuple(row.token_ids[first + 1 :])
-            draws.append(
-                DrawRequest(index, len(indices), span.position + first + 1, drafts, state)
-            )
+            state = self._slots[span.slot].sampling
+            if state is not None:
+                first = span.num_tokens - row.num_sampled
+                drafts = tuple(row.token_ids[first + 1 :])
+                position = span.position + first + 1
+                draws.append(DrawRequest(index, len(indices), position, drafts, state))
+            # All TP ranks take part in the logits; only the first has states and samples.
             indices.extend(range(end - row.num_sampled, end))
-        if not draws:
+        if not indices:
             return None, ()
         return self._on_device(np.array(indices, np.int64)), tuple(draws)
 

@@ -219,7 +219,7 @@ def invert(logits: Tensor, uniforms: Sequence[float]) -> list[int]:
     """
     weights = torch.softmax(logits, -1, dtype=torch.float32)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     wanted = torch.tensor(uniforms, dtype=torch.float64).to(logits.device).unsqueeze(-1) * total
     indices = torch.searchsorted(cumulative, wanted, right=True)
     # A product that rounds up to the total would fall behind the last token with any weight.
