@@ -23,7 +23,7 @@ from gateway.banner import banner
 from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduler import SchedulerLimits
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
-from gateway.grpc_server import create_inference_server
+from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
 from gateway.mesh_plan import MeshPlan, make_plan
 from gateway.pipeline.mesh_pipeline import MeshPipeline
@@ -145,7 +145,7 @@ class Gateway:
         control_pb2_grpc.add_ControlServiceServicer_to_server(
             self._control, control_server.grpc_server
         )
-        inference_server = create_inference_server(self._frontend, config.api_key)
+        inference_server = create_inference_server(self._frontend, api_keys=config.api_key)
         rest_server = RestServer(
             create_rest_app(
                 self._frontend,

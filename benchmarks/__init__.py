@@ -1,0 +1,1 @@
+"""Measurements that decide something. Each prints ratios of things measured in one run."""

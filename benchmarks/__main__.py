@@ -1,0 +1,29 @@
+"""`python -m benchmarks [NAME] ...`: runs one benchmark; without a name, all of them."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import against_transformers, start_up
+
+BENCHMARKS = {
+    "start-up": start_up.main,
+    "against-transformers": against_transformers.main,
+}
+
+
+def main() -> int:
+    """Runs what the command line names."""
+    names = sys.argv[1:] or list(BENCHMARKS)
+    for name in names:
+        if name not in BENCHMARKS:
+            print(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}", file=sys.stderr)
+            return 2
+    for name in names:
+        print(f"== {name}", flush=True)
+        BENCHMARKS[name]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

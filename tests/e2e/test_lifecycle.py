@@ -1,0 +1,81 @@
+"""How a mesh ends: by Ctrl-C, by the death of each of its processes, by a stop."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.mesh_process import MeshProcess, is_running, wait_for
+from tests.tiny_models import make_tiny_llama
+
+FLAGS = ("-pp", "2", "--max-model-len", "256")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("lifecycle") / "tiny", tied=True)
+
+
+def endless(mesh: MeshProcess) -> httpx.Response:
+    """A request that runs until something ends it, or for 200 tokens."""
+    body = {"model": mesh.model_name, "prompt": "a", "max_tokens": 200, "ignore_eos": True}
+    return httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=30)
+
+
+def test_ctrl_c_ends_everything_in_5_s(tiny: Path) -> None:
+    with MeshProcess(tiny, *FLAGS) as mesh:
+        tree = mesh.tree()
+        assert len(tree) == 5
+        mesh.process.send_signal(signal.SIGINT)
+        wait_for(lambda: not any(is_running(p) for p in tree), 5.0, "the end of all processes")
+        assert mesh.process.wait(1) == 0
+
+
+def test_a_killed_gateway_leaves_no_process(tiny: Path) -> None:
+    """F21, also with a rank that is stopped at that moment."""
+    with MeshProcess(tiny, *FLAGS) as mesh:
+        tree = mesh.tree()
+        mesh.ranks()[1].suspend()
+        mesh.process.kill()
+        wait_for(lambda: not any(is_running(p) for p in tree), 10.0, "the end of all processes")
+
+
+@pytest.mark.parametrize("victim", ["rank", "worker"])
+def test_a_dead_stage_reaches_clients_with_its_cause_in_3_s(tiny: Path, victim: str) -> None:
+    """F1: no hang; a typed error that names the stage."""
+    with MeshProcess(tiny, *FLAGS) as mesh, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(endless, mesh) for _ in range(4)]
+        time.sleep(0.3)
+        killed = mesh.ranks()[1] if victim == "rank" else mesh.workers()[0]
+        killed.kill()
+        started = time.monotonic()
+        responses = [answer.result(timeout=10) for answer in answers]
+        assert time.monotonic() - started < 3.0
+        for response in responses:
+            error = response.json()["error"]
+            assert response.status_code == 503, error
+            assert error["type"] == "service_unavailable"
+            assert "stage 1" in error["message"] if victim == "rank" else "stage" in error["message"]
+        wait_for(lambda: mesh.process.poll() is not None, 5.0, "the end of the gateway")
+        assert mesh.process.returncode == 1
+
+
+def test_a_stopped_rank_is_noticed(tiny: Path) -> None:
+    """F13: SIGSTOP on a rank ends readiness within 5 s; liveness stays until the end."""
+    with MeshProcess(tiny, *FLAGS) as mesh:
+        mesh.ranks()[0].suspend()
+
+        def not_ready() -> bool:
+            try:
+                return httpx.get(f"{mesh.url}/ready", timeout=1).status_code == 503
+            except httpx.TransportError:  # it has gone down already
+                return True
+
+        wait_for(not_ready, 5.0, "the end of readiness")
+        wait_for(lambda: mesh.process.poll() is not None, 5.0, "the end of the gateway")
+        assert "silent" in mesh.log()

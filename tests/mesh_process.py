@@ -1,0 +1,148 @@
+"""Runs `stagemesh serve` as a user would: a process of its own, found by its banner.
+
+    with MeshProcess(model, "-pp", "2") as mesh:
+        httpx.get(f"{mesh.url}/v1/mesh")
+
+Leaving the block ends it with SIGINT and fails the test when a process is left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+READY_TIMEOUT_SECONDS = 60.0
+"""CI machines are slow and shared; how fast a start has to be is a test of its own."""
+CTRL_C_SECONDS = 5.0
+_BANNER = re.compile(r"serves (\S+) at (http://\S+) \(gRPC (\S+)\)")
+
+
+class MeshProcess:
+    """One served mesh and all its processes."""
+
+    def __init__(self, model: Path | str, *flags: str, env: dict[str, str] | None = None) -> None:
+        self._command = [
+            *(sys.executable, "-m", "services.cli", "serve", str(model)),
+            *("--port", "0", "--grpc-port", "0", *flags),
+        ]
+        self._env = {**os.environ, **(env or {})}
+        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
+            prefix="stagemesh-test-", suffix=".log"
+        )
+        self._log_text = ""
+        self._ready = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self.model_name = ""
+        self.url = ""
+        self.grpc_address = ""
+        self.ready_seconds = 0.0
+
+    def __enter__(self) -> MeshProcess:
+        started = time.monotonic()
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=self._env,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        if not self._ready.wait(READY_TIMEOUT_SECONDS) or not self.url:
+            self._end()
+            raise AssertionError(f"the mesh did not become ready; its log:\n{self.log()}")
+        self.ready_seconds = time.monotonic() - started
+        return self
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                if (found := _BANNER.search(line)) is not None:
+                    self.model_name, self.url, self.grpc_address = found.groups()
+                    self._ready.set()
+        self._ready.set()
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        """The gateway."""
+        assert self._process is not None
+        return self._process
+
+    def tree(self) -> list[psutil.Process]:
+        """The gateway and everything below it."""
+        gateway = psutil.Process(self.process.pid)
+        return [gateway, *gateway.children(recursive=True)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """The rank processes, in order of stage."""
+        found = [p for p in self.tree() if "stage_worker.rank_main" in p.cmdline()]
+        return sorted(found, key=lambda p: int(p.cmdline()[p.cmdline().index("--pp-rank") + 1]))
+
+    def workers(self) -> list[psutil.Process]:
+        """The stage worker processes."""
+        return [p for p in self.tree() if "stage-worker" in p.cmdline()]
+
+    def log(self) -> str:
+        """What all processes have written to stderr."""
+        if not self._log.closed:
+            self._log_text = Path(self._log.name).read_text(encoding="utf-8")
+        return self._log_text
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        tree = self.tree() if self.process.poll() is None else []
+        log = self._end()
+        left = [p for p in tree if is_running(p)]
+        for process in left:
+            process.kill()
+        if kind is None:
+            assert not left, f"processes are left: {left}; log:\n{log}"
+        elif log:
+            print(log, file=sys.stderr)
+
+    def _end(self) -> str:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(CTRL_C_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(CTRL_C_SECONDS)
+        log = self.log()
+        self._log.close()
+        return log
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process is there and not only waiting to be reaped."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> float:
+    """Waits until a condition holds; returns the seconds it took, or fails naming it."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds:
+        if condition():
+            return time.monotonic() - started
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not happen within {seconds:.0f} s")
