@@ -68,16 +68,17 @@ def serve(config: ServeConfig) -> int:
 
 def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     setup_logging(process="gateway")
-    code = 0
+    failure: StagemeshError | None = None
     try:
         uvloop.run(_main(config, launch_workers=launch_workers))
     except* Stopped:
-        code = 0
+        pass
     except* StagemeshError as errors:
         failure = failure_of(errors)
-        log.error("%s", failure.message if failure is not None else errors)
-        code = 1
-    return code
+    if failure is not None:
+        # Outside of the handler, which would wrap it in a group again.
+        raise failure
+    return 0
 
 
 @dataclass(slots=True)

@@ -195,16 +195,11 @@ class StageModel:
             self._caches.clear()
         if plan.num_blocks == 0:
             return
+        shape = (plan.num_blocks, plan.block_size, self._num_kv_heads, self.facts.head_dim)
         for layer in self._wanted_layers():
             if layer not in self._caches:
-                self._caches[layer] = LayerKVCache(
-                    plan.num_blocks,
-                    plan.block_size,
-                    self._num_kv_heads,
-                    self.facts.head_dim,
-                    self.dtype,
-                    self.device,
-                )
+                keys, values = (self._platform.zeros(shape, self.dtype, self.device) for _ in "kv")
+                self._caches[layer] = LayerKVCache(keys, values)
 
     @property
     def _num_kv_heads(self) -> int:

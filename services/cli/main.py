@@ -88,6 +88,8 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Processes are started by exec only; without this gRPC warns about each of them.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     try:
         return _dispatch(arguments)
     except UsageError as error:

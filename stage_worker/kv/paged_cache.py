@@ -7,7 +7,6 @@ step's tokens go, and block ids say what to read.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -16,20 +15,15 @@ class LayerKVCache:
 
     __slots__ = ("_key_rows", "_value_rows", "keys", "values")
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        # Zeros, not empty: a masked position still multiplies its value by 0,
-        # and 0 x NaN of uninitialized memory would reach the output.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Takes two zeroed tensors [num_blocks, block_size, kv_heads, head_dim].
+
+        Zeroed, not empty: a masked position still multiplies its value by 0, and
+        0 x NaN of uninitialized memory would reach the output.
+        """
+        self.keys = keys
+        self.values = values
+        num_kv_heads, head_dim = keys.shape[2:]
         self._key_rows = self.keys.view(-1, num_kv_heads, head_dim)
         self._value_rows = self.values.view(-1, num_kv_heads, head_dim)
 

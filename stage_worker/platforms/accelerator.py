@@ -45,6 +45,11 @@ class AcceleratorPlatform:
         kept_free = int(total * (1.0 - plan.gpu_memory_utilization))
         return max(0, free - kept_free - _activation_bytes(plan))
 
+    def zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     def attention(self) -> TorchNativeAttention:
         return TorchNativeAttention()
 

@@ -45,6 +45,12 @@ class Platform(Protocol):
         """Bytes for the KV cache of one rank, asked after the weights are loaded."""
         ...
 
+    def zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A large zeroed tensor, such as a KV cache."""
+        ...
+
     def attention(self) -> AttentionBackend:
         """The attention kernels to use."""
         ...

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from stage_worker.layers.attention.torch_native import TorchNativeAttention
@@ -43,6 +45,14 @@ class CpuPlatform:
         ranks = plan.topology.dp_size * plan.topology.tp_size * plan.topology.pp_size
         free, _ = self.memory()
         return int(min(MAX_DEFAULT_KV_BYTES, free * DEFAULT_KV_SHARE)) // max(1, ranks)
+
+    def zeros(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        # numpy asks for zeroed pages, which the kernel gives on first touch; torch.zeros
+        # writes all of them (10 s for 4 GB on a busy two-core machine) and holds them.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
     def attention(self) -> TorchNativeAttention:
         return TorchNativeAttention()
