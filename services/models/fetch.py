@@ -221,13 +221,13 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if not told:
+                    progress("another process fetches this model; waiting for it")
+                    told = True
                 if time.monotonic() > deadline:
                     raise ModelError(
                         f"another process holds {path} for more than "
                         f"{LOCK_TIMEOUT_SECONDS:.0f} s; end it and try again"
                     ) from None
-                if not told:
-                    progress("another process fetches this model; waiting for it")
-                    told = True
                 time.sleep(LOCK_POLL_SECONDS)
         yield
