@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from gateway.engine.types import (
 )
 from gateway.frontend.frontend import Frontend, load_assets
 from services.config import ServeConfig
-from services.errors import StagemeshError
 from services.telemetry import Metrics
 
 MODEL = "tiny"
@@ -163,12 +162,8 @@ def make_gateway(directory: Path) -> FakeGateway:
     return FakeGateway(frontend, engine, metrics, assets.tokenizer.backend)
 
 
-async def until(condition: object, seconds: float = 3.0) -> None:
-    """Waits until a callable gives true."""
+async def until(condition: Callable[[], object], seconds: float = 3.0) -> None:
+    """Waits until the condition holds."""
     async with asyncio.timeout(seconds):
-        while not condition():  # type: ignore[operator]
+        while not condition():  # noqa: ASYNC110 (conditions of any kind have no event)
             await asyncio.sleep(0.01)
-
-
-def typed(error: StagemeshError) -> str:
-    return type(error).__name__
