@@ -35,18 +35,24 @@ class Detokenizer:
         stop_strings: tuple[str, ...] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        tail = list(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
-        self._stream = DecodeStream(ids=tail, skip_special_tokens=True)
-        # What `flush` needs to decode an incomplete end: the ids of the last text, and the ids
-        # since then.
-        self._context: list[int] = tail
+        # The ids of the last text, and the ids since then that have no text yet.
+        self._context: list[int] = list(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
         self._pending: list[int] = []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
         self._stop = StopStringFilter(stop_strings)
 
     def push(self, token_id: int) -> TextDelta:
         """Adds a token; returns the text that has become final by it."""
         self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # The library has no class of its own for it.
+            if "Invalid prefix" not in str(error):
+                raise
+            # Byte fall-back turns a whole run of bytes into U+FFFD when one of them is wrong, also
+            # those whose text is out already. Go on from the bytes that have no text yet.
+            text = self._decode(self._pending)
+            self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
         if not text:
             return TextDelta("")
         self._context, self._pending = self._pending, []
@@ -56,13 +62,19 @@ class Detokenizer:
         """The rest at the end: incomplete characters as U+FFFD, and text that was held back."""
         rest = TextDelta("")
         if self._pending:
-            before = self._tokenizer.decode(self._context, skip_special_tokens=True)
-            whole = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=True)
+            before = self._decode(self._context)
+            whole = self._decode(self._context + self._pending)
+            if whole.startswith(before):
+                rest = self._stop.push(whole[len(before) :])
+            else:
+                rest = self._stop.push(self._decode(self._pending))
             self._pending = []
-            rest = self._stop.push(whole[len(before) :])
             if rest.stop_string is not None:
                 return rest
         return TextDelta(rest.text + self._stop.flush())
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class StopStringFilter:

@@ -131,8 +131,8 @@ class MeshEngine:
     async def run(self) -> None:
         """Drives the pipeline until it fails; then every request ends with that error.
 
-        Returns after a `StagemeshError` of the pipeline, which `error` keeps; the owner decides
-        what follows. Cancel it to stop.
+        Returns after a `StagemeshError` of the pipeline or a call of `fail`; `error` keeps the
+        cause, and the owner decides what follows. Cancel it to stop.
         """
         self._running = True
         try:
@@ -153,6 +153,7 @@ class MeshEngine:
         if self._error is not None:
             return
         self._error = error
+        self._work.set()
         for stream in list(self._streams):
             stream.fail(error)
             self._close(stream)
@@ -180,6 +181,8 @@ class MeshEngine:
         while True:
             await self._work.wait()
             self._work.clear()
+            if self._error is not None:
+                raise self._error
             self._fill_pipeline()
 
     async def _receive_results(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
-from simulated_mesh import Simulation, SimulatedMesh, new_sequence, reference_tokens
+from simulated_mesh import SimulatedMesh, Simulation, new_sequence, reference_tokens
 
 from gateway.engine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from gateway.engine.sequence import Sequence, SequenceStatus
@@ -41,7 +42,9 @@ def simulation(
     return Simulation(Scheduler(limits, epoch=1), mesh)
 
 
-def add(sim: Simulation, count: int, *, prompt_length: int = 3, max_tokens: int = 8) -> list[Sequence]:
+def add(
+    sim: Simulation, count: int, *, prompt_length: int = 3, max_tokens: int = 8
+) -> list[Sequence]:
     sequences = [
         new_sequence(range(i, i + prompt_length), max_tokens, name=f"r{i}") for i in range(count)
     ]
@@ -80,7 +83,11 @@ def test_one_request_is_a_prompt_then_decodes() -> None:
     (sequence,) = add(sim, 1, prompt_length=5, max_tokens=3)
     sim.run()
     assert_right(sequence)
-    shapes = [(row.position, len(row.token_ids), row.num_sampled) for s in sim.mesh.steps for row in s.rows]
+    shapes = [
+        (row.position, len(row.token_ids), row.num_sampled)
+        for s in sim.mesh.steps
+        for row in s.rows
+    ]
     assert shapes == [(0, 5, 1), (5, 1, 1), (6, 1, 1)]
     assert sequence.finish_reason is FinishReason.LENGTH
     assert sim.scheduler.num_free_blocks == 256
@@ -114,7 +121,14 @@ def test_tokens_after_a_stop_are_dropped() -> None:
 
 @pytest.mark.parametrize(
     ("num_stages", "running", "expected"),
-    [(2, 8, [4, 4]), (4, 8, [2, 2, 2, 2]), (4, 5, [1, 1, 1, 2]), (2, 1, [1]), (4, 2, [1, 1]), (1, 8, [8])],
+    [
+        (2, 8, [4, 4]),
+        (4, 8, [2, 2, 2, 2]),
+        (4, 5, [1, 1, 1, 2]),
+        (2, 1, [1]),
+        (4, 2, [1, 1]),
+        (1, 8, [8]),
+    ],
 )
 def test_decodes_are_spread_over_the_steps_in_flight(
     num_stages: int, running: int, expected: list[int]
@@ -154,7 +168,7 @@ def test_chunks_follow_each_other_without_waiting_for_the_last_stage() -> None:
     chunks = [step for step in sim.mesh.steps if len(step.rows[0].token_ids) == 16]
     assert [step.rows[0].position for step in chunks] == [0, 16, 32, 48]
     assert [step.rows[0].num_sampled for step in chunks] == [0, 0, 0, 1]
-    for earlier, later in zip(chunks, chunks[1:], strict=False):
+    for earlier, later in pairwise(chunks):
         assert sim.mesh.entries[later.step_id, 0] == sim.mesh.entries[earlier.step_id, 1]
 
 
@@ -246,7 +260,9 @@ def test_block_shortage_preempts_the_newest_and_loses_nothing() -> None:
     assert sim.scheduler.num_preemptions >= 1
     assert_right(old)
     assert_right(new)
-    started = [(start.slot, start.prompt_length) for step in sim.mesh.steps for start in step.starts]
+    started = [
+        (start.slot, start.prompt_length) for step in sim.mesh.steps for start in step.starts
+    ]
     assert len(started) == 2 + sim.scheduler.num_preemptions
     assert {length for _, length in started} == {4}
     assert sim.scheduler.num_free_blocks == 10

@@ -8,7 +8,7 @@ from functools import partial
 
 import hypothesis.strategies as st
 from hypothesis import event, given, settings
-from simulated_mesh import Action, Simulation, SimulatedMesh, new_sequence, reference_tokens
+from simulated_mesh import Action, SimulatedMesh, Simulation, new_sequence, reference_tokens
 
 from gateway.engine.scheduler import Scheduler, SchedulerLimits
 from gateway.engine.sequence import Sequence, SequenceStatus
@@ -81,7 +81,9 @@ def build(setting: Setting) -> Simulation:
     return Simulation(Scheduler(limits, epoch=1), mesh)
 
 
-def traffic(sim: Simulation, setting: Setting, visits: list[Visit]) -> tuple[list[Sequence], list[Action]]:
+def traffic(
+    sim: Simulation, setting: Setting, visits: list[Visit]
+) -> tuple[list[Sequence], list[Action]]:
     """Sequences for the visits that can fit, and their comings and goings."""
     sequences: list[Sequence] = []
     actions: list[Action] = []
@@ -162,7 +164,7 @@ def test_answers_survive_constant_preemption(
 @given(setting=SETTINGS, visits=VISITS)
 def test_first_come_first_started(setting: Setting, visits: list[Visit]) -> None:
     sim = build(setting)
-    sequences, actions = traffic(sim, setting, visits)
+    _, actions = traffic(sim, setting, visits)
     sim.run(actions)
     first_steps: dict[int, int] = {}
     for index, scheduled in enumerate(sim.scheduled):
