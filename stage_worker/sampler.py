@@ -154,9 +154,7 @@ class Sampler:
 
     __slots__ = ()
 
-    def __call__(
-        self, logits: Tensor, requests: Sequence[DrawRequest]
-    ) -> list[step_pb2.ResultRow]:
+    def __call__(self, logits: Tensor, requests: Sequence[DrawRequest]) -> list[step_pb2.ResultRow]:
         """`logits` [m, vocab] float32, m the sum of 1 + drafts over the requests.
 
         A row's tokens are sampled in order and accepted as long as the token
@@ -233,9 +231,7 @@ def uniform(seed: int, choice_index: int, position: int) -> float:
 
     SplitMix64 (Steele, Lea and Flood, 2014), its finalizer applied once for each argument.
     """
-    state = _mix(seed)
-    state = _mix(state ^ _mix(choice_index))
-    state = _mix(state ^ _mix(position))
+    state = _mix(_mix(_mix(seed) + choice_index) + position)
     return (state >> 11) * _UNIT_53
 
 

@@ -169,14 +169,13 @@ class SlotTable:
             earliest = entry.length - entry.num_unverified
             if not earliest <= row.position <= entry.length:
                 expected = (
-                    str(entry.length) if earliest == entry.length
+                    str(entry.length)
+                    if earliest == entry.length
                     else f"{earliest} to {entry.length}"
                 )
                 yield f"starts at position {row.position}, but {expected} comes next"
         if row.new_block_ids and max(row.new_block_ids) >= limits.num_blocks:
-            yield (
-                f"is given block {max(row.new_block_ids)}, outside 0 to {limits.num_blocks - 1}"
-            )
+            yield (f"is given block {max(row.new_block_ids)}, outside 0 to {limits.num_blocks - 1}")
         num_blocks = entry.num_blocks + len(row.new_block_ids)
         if num_blocks > limits.max_blocks_per_seq:
             yield f"has {num_blocks} blocks, more than the {limits.max_blocks_per_seq} of a slot"

@@ -109,7 +109,9 @@ class StageModel:
         """Keeps, loads and drops; see `StageRunner.apply_plan`."""
         old, self._plan = self._plan, plan
         if (old.model_path, old.dtype, old.topology.tp_size) != (
-            plan.model_path, plan.dtype, plan.topology.tp_size,
+            plan.model_path,
+            plan.dtype,
+            plan.topology.tp_size,
         ):
             self._drop_all()
             self.facts = read_model_facts(Path(plan.model_path))

@@ -147,9 +147,7 @@ def run_jobs(
     return [job.output for job in jobs]
 
 
-def _add_row(
-    step: step_pb2.Step, slot: int, job: Job, chunk: int, free_blocks: list[int]
-) -> None:
+def _add_row(step: step_pb2.Step, slot: int, job: Job, chunk: int, free_blocks: list[int]) -> None:
     if not job.started:
         step.starts.add(
             slot=slot,

@@ -72,8 +72,11 @@ class TensorParallelMesh:
             pipe.send(step.SerializeToString())
         answers = [_receive(pipe) for pipe in self._pipes]
         rows = answers[self._pipes.index(self._last)]
-        silent = [answer for pipe, answer in zip(self._pipes, answers, strict=True)
-                  if pipe is not self._last]
+        silent = [
+            answer
+            for pipe, answer in zip(self._pipes, answers, strict=True)
+            if pipe is not self._last
+        ]
         if any(silent):
             raise AssertionError("a rank that must not sample has sampled")
         return [step_pb2.ResultRow.FromString(row) for row in rows]

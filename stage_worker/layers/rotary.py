@@ -73,8 +73,6 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RotaryScaling | No
         return frequencies
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position_embeddings / wavelengths
-    keep = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor

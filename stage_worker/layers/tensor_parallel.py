@@ -71,4 +71,3 @@ class TensorParallel:
         if work is None:
             raise StageFailed(f"tensor-parallel rank {self.rank} is not part of its group")
         work.wait(timedelta(seconds=self.timeout_seconds))
-

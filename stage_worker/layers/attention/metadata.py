@@ -97,8 +97,13 @@ def build_metadata(
     decode_rows = [i for i, row in enumerate(rows) if row.num_tokens == 1]
     groups = tuple(
         _decode_group(
-            [rows[i] for i in members], starts[members], len(positions), block_tables,
-            block_size, dtype, device,
+            [rows[i] for i in members],
+            starts[members],
+            len(positions),
+            block_tables,
+            block_size,
+            dtype,
+            device,
         )
         for members in group_by_length([(i, rows[i].length) for i in decode_rows])
     )
@@ -107,9 +112,7 @@ def build_metadata(
         for i, row in enumerate(rows)
         if row.num_tokens > 1
     )
-    return AttentionMetadata(
-        len(positions), torch.from_numpy(mapping).to(device), groups, chunks
-    )
+    return AttentionMetadata(len(positions), torch.from_numpy(mapping).to(device), groups, chunks)
 
 
 def group_by_length(indexed_lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
