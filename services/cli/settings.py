@@ -36,7 +36,7 @@ def serve_config(
             f"(after a flag that takes several values it would count as one of them)"
         )
     config = ServeConfig(model=model, **fields)
-    _check_ports_differ(config)
+    _check_ports_differ(command, config)
     return config
 
 
@@ -144,13 +144,12 @@ def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> 
     return f"--config {path}: unknown key {key}{tail}"
 
 
-def _check_ports_differ(config: ServeConfig) -> None:
-    """Two servers of one process cannot share a port (0 means any free one)."""
-    ports = {
-        "--port": config.port,
-        "--grpc-port": config.grpc_port,
-        "--master-port": config.master_port,
-    }
+def _check_ports_differ(command: str, config: ServeConfig) -> None:
+    """Servers of one process cannot share a port (0 means any free one)."""
+    ports = {"--port": config.port, "--grpc-port": config.grpc_port}
+    if command == "gateway":
+        # `serve` takes a free port for the workers that it starts itself.
+        ports["--master-port"] = config.master_port
     seen: dict[int, str] = {}
     for name, port in ports.items():
         if port != 0 and port in seen:

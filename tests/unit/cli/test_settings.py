@@ -202,6 +202,14 @@ def test_free_ports_do_not_clash() -> None:
     assert (config.port, config.grpc_port, config.master_port) == (0, 0, 0)
 
 
+def test_the_control_port_matters_where_it_is_bound() -> None:
+    argv = ("m", "--port", "29550")
+    assert parse(*argv).port == 29550
+    arguments = parse_arguments("gateway", "", SERVE_GROUPS, MODEL, argv)
+    with pytest.raises(UsageError, match="--port and --master-port are both 29550"):
+        serve_config("gateway", arguments, SERVE_GROUPS, {})
+
+
 def test_stage_worker() -> None:
     argv = ("--master-addr", "10.0.0.1", "--pp-rank", "1", "--lifeline-fd", "7")
     arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, argv)
