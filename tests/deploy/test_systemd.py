@@ -49,12 +49,10 @@ def test_a_unit_is_complete_and_hardened(name: str) -> None:
     assert int(service["TimeoutStopSec"]) > 0
 
 
-@pytest.mark.parametrize("path", sorted(UNITS.iterdir()), ids=lambda path: path.name)
-def test_no_secrets(path: Path) -> None:
-    assigned = re.findall(
-        r"(?im)^[^#\n]*(?:api[-_]key|token|password)\s*[:=]\s*\S+", path.read_text()
-    )
-    assert [line for line in assigned if not line.rstrip("`").endswith("...")] == []
+@pytest.mark.parametrize("name", [*NAMES, "gateway.yaml", "stage-worker.yaml"])
+def test_no_secrets(name: str) -> None:
+    text = (UNITS / name).read_text("utf-8")
+    assert not re.findall(r"(?im)^[^#\n]*(?:api[-_]key|token|password|secret)", text)
 
 
 def test_the_gateway_unit_and_its_settings_make_a_config() -> None:
