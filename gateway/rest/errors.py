@@ -117,6 +117,7 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     if kind in CUSTOM_TYPES:
         return InvalidRequest(f"'{path}' {first['msg']}", param=path)
     text = str(first["msg"]).removeprefix("Input should be ")
+    text = text.replace("a valid dictionary or object to extract fields from", "an object")
     return InvalidRequest(f"'{path}' must be {text}{_got(first.get('input'))}", param=path)
 
 

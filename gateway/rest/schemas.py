@@ -8,6 +8,7 @@ refused by name, unless their value asks for nothing.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -65,7 +66,7 @@ def _drop_neutral(values: Any, neutral: dict[str, tuple[object, ...]]) -> Any:
         value = values.get(name)
         if value is None or any(type(value) is type(one) and value == one for one in harmless):
             continue
-        hint = f"; it may be {harmless[0]!r} or absent" if harmless else ""
+        hint = f"; it may be {json.dumps(harmless[0])} or absent" if harmless else ""
         raise PydanticCustomError(UNSUPPORTED, f"'{name}' is not supported{hint}", {"param": name})
     return {
         name: value

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.errors import ConfigError
+from services.rpc.server import check_address
 
 KEEP_ALIVE_SECONDS = 75
 """Idle connections stay open longer than common clients' pools keep them, so that the
@@ -44,15 +45,12 @@ class RestServer:
 
         Raises `ConfigError` naming address and `flag` where it cannot be had.
         """
-        if not host:
-            raise ConfigError(
-                "an empty host would listen on all interfaces; name one", param="--host"
-            )
+        check_address(host, port, flag)
         try:
             family, kind, proto, _, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise ConfigError(f"--host {host!r} is no address: {error}", param="--host") from error
         listener = socket.socket(family, kind, proto)
         try:

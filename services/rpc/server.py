@@ -22,6 +22,8 @@ from services.rpc.settings import (
 OVERALL_HEALTH = ""
 """Health's name for the server as a whole."""
 
+MAX_PORT = 65535
+
 
 def host_port(host: str, port: int) -> str:
     """ "host:port", with brackets around an IPv6 address."""
@@ -30,6 +32,14 @@ def host_port(host: str, port: int) -> str:
     except ValueError:
         is_v6 = False
     return f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+
+
+def check_address(host: str, port: int, flag: str) -> None:
+    """Raises `ConfigError` for what is no address to listen on, whoever would bind it."""
+    if not host:
+        raise ConfigError("an empty host would listen on all interfaces; name one", param="--host")
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"{flag} {port} is no port: 0 to {MAX_PORT} are", param=flag)
 
 
 def bind(
@@ -45,8 +55,7 @@ def bind(
     Binding is the probe: there is no check beforehand that could be outdated.
     Raises `ConfigError` naming address and `flag` where the address cannot be had.
     """
-    if not host:
-        raise ConfigError("an empty host would listen on all interfaces; name one", param="--host")
+    check_address(host, port, flag)
     address = host_port(host, port)
     try:
         if tls is None:

@@ -60,10 +60,16 @@ async def rest(gateway: FakeGateway, api_keys: tuple[str, ...]) -> AsyncIterator
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.run(stop, grace_seconds=1))
+        # Plain HTTP: loading the system's CAs twice would be most of a test's time.
         async with (
-            httpx.AsyncClient(base_url=url, timeout=10) as http,
+            httpx.AsyncClient(base_url=url, timeout=10, verify=False) as http,
+            httpx.AsyncClient(timeout=10, verify=False) as openai_http,
             openai.AsyncOpenAI(
-                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10
+                base_url=f"{url}/v1",
+                api_key="none",
+                max_retries=0,
+                timeout=10,
+                http_client=openai_http,
             ) as client,
         ):
             yield Rest(gateway, url, http, client)

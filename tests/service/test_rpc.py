@@ -142,10 +142,12 @@ async def test_a_port_in_use_names_address_and_remedy(running: Running) -> None:
     await other.stop(grace_seconds=0)
 
 
-async def test_an_empty_host_is_refused() -> None:
+async def test_unusable_addresses_are_config_errors() -> None:
     server = RpcServer([])
     with pytest.raises(ConfigError, match="all interfaces"):
         server.bind("", 0)
+    with pytest.raises(ConfigError, match="70000"):
+        server.bind("127.0.0.1", 70000)
     await server.stop(grace_seconds=0)
 
 
