@@ -188,9 +188,16 @@ class MeshEngine:
     async def _receive_results(self) -> None:
         while True:
             result = await self._pipeline.next_result()
-            for output in self._scheduler.apply(result):
-                self._deliver(output)
+            outputs = self._scheduler.apply(result)
+            # Only stop strings can change what is scheduled next; all other text can wait until
+            # the stages have work again.
+            for output in outputs:
+                if output.sequence.stop.stop_strings:
+                    self._deliver(output)
             self._fill_pipeline()
+            for output in outputs:
+                if not output.sequence.stop.stop_strings:
+                    self._deliver(output)
 
     def _fill_pipeline(self) -> None:
         while (scheduled := self._scheduler.schedule()) is not None:

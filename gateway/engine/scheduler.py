@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gateway.engine.block_manager import BlockManager
@@ -227,9 +228,12 @@ class Scheduler:
             if row.num_sampled == 0 or sequence.status is SequenceStatus.FINISHED:
                 continue
             result_row = result_rows.get(index)
-            if result_row is None or not result_row.token_ids:
+            token_ids = result_row.token_ids if result_row is not None else ()
+            if result_row is None or not token_ids:
                 raise StageFailed(f"step {result.step_id} brought no token for its row {index}")
-            outputs.append(self._accept(sequence, result_row))
+            accepted = self._accept(sequence, token_ids)
+            logprobs = logprobs_from_proto(result_row, len(accepted))
+            outputs.append(SequenceOutput(sequence, accepted, logprobs))
         return outputs
 
     # How much goes into a step.
@@ -367,9 +371,9 @@ class Scheduler:
 
     # Ends of lives.
 
-    def _accept(self, sequence: Sequence, row: step_pb2.ResultRow) -> SequenceOutput:
+    def _accept(self, sequence: Sequence, token_ids: Iterable[int]) -> tuple[int, ...]:
         accepted: list[int] = []
-        for token_id in row.token_ids:
+        for token_id in token_ids:
             accepted.append(token_id)
             if sequence.append(token_id):
                 break
@@ -377,7 +381,7 @@ class Scheduler:
             self._end(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
             self._ready[sequence] = None
-        return SequenceOutput(sequence, tuple(accepted), logprobs_from_proto(row, len(accepted)))
+        return tuple(accepted)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:

@@ -36,6 +36,8 @@ def slot_start(sequence: Sequence, slot: int) -> step_pb2.SlotStart:
 
 def logprobs_from_proto(row: step_pb2.ResultRow, num_tokens: int) -> tuple[TokenLogprob, ...]:
     """Log probabilities of the row's first `num_tokens` tokens; empty where none were asked for."""
+    if not row.logprobs:
+        return ()
     return tuple(
         TokenLogprob(
             token_id=token_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from tiny_tokenizers import END_OF_SEQUENCE, byte_level, sentence_piece
+from tiny_tokenizers import byte_level, sentence_piece
 from tokenizers import Tokenizer
 
 from gateway.engine.detokenizer import Detokenizer, StopStringFilter
@@ -90,6 +90,8 @@ def test_a_broken_run_of_bytes_does_not_take_text_back() -> None:
     token_ids = [*byte_ids(b"\n\xf0\x9f"), piece_id("s")]
     assert pieces(SENTENCE_PIECE, [258], token_ids) == ["\n", "", "", "\ufffd\ufffds", ""]
     assert pieces(SENTENCE_PIECE, [258], token_ids[:-1]) == ["\n", "", "", "\ufffd\ufffd"]
+    token_ids = byte_ids("é".encode() + b"\xf0")
+    assert pieces(SENTENCE_PIECE, [258], token_ids) == ["", "é", "", "\ufffd"]
 
 
 @settings(max_examples=150, deadline=None)

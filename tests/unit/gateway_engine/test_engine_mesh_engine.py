@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 from simulated_mesh import SimulatedMesh, reference_tokens
@@ -209,6 +210,7 @@ async def test_a_stop_string_cuts_text_and_work() -> None:
         assert text_of(deltas) == whole[: whole.index(stop)]
         assert tokens_of(deltas) == expected(request(max_tokens=40))[: len(tokens_of(deltas))]
         assert len(tokens_of(deltas)) < 12
+        assert made.pipeline.num_steps == len(tokens_of(deltas))
         assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, stop)
 
 
@@ -344,7 +346,10 @@ async def test_drain_lets_requests_finish() -> None:
     async with rig() as made:
         reader = asyncio.create_task(answer(made.engine, request()))
         await asyncio.sleep(0)
-        await made.engine.drain(asyncio.get_running_loop().time() + 5)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await made.engine.drain(started + 30)
+        assert clock() < started + 10
         assert not made.engine.ready
         assert tokens_of(await reader) == expected(request())
         with pytest.raises(PipelineUnavailable, match="shutting down"):
@@ -410,21 +415,51 @@ async def test_timings_of_a_request() -> None:
         )
 
 
-async def test_an_idle_engine_does_nothing() -> None:
+async def test_nobody_polls() -> None:
+    """An idle engine, and a reader that waits for a slow pipeline, cost nothing."""
     async with rig() as made:
         await answer(made.engine, request())
-        steps = made.pipeline.num_steps
-        switches = 0
-        loop = asyncio.get_running_loop()
-        original = loop.call_soon
+        assert await callbacks_while_asleep() <= 2  # Our own sleep.
+        async with aclosing(made.engine.generate(request(max_tokens=200))) as deltas:
+            await anext(deltas)
+            made.pipeline.gate.clear()
+            await anext(deltas)
+            reader = asyncio.create_task(anext(deltas))
+            await made.settle()
+            assert not reader.done()
+            assert await callbacks_while_asleep() <= 2
+            made.pipeline.gate.set()
+            await reader
 
-        def counting(*args: object, **kwargs: object) -> asyncio.Handle:
-            nonlocal switches
-            switches += 1
-            return original(*args, **kwargs)  # type: ignore[arg-type]
 
-        loop.call_soon = counting  # type: ignore[method-assign]
+async def callbacks_while_asleep() -> int:
+    """How much the event loop has to do while the test sleeps for a moment."""
+    loop = asyncio.get_running_loop()
+    original = loop.call_soon
+    callbacks = 0
+
+    def counting(*args: Any, **kwargs: Any) -> asyncio.Handle:
+        nonlocal callbacks
+        callbacks += 1
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_soon", counting)
         await asyncio.sleep(0.02)
-        loop.call_soon = original  # type: ignore[method-assign]
-        assert made.pipeline.num_steps == steps
-        assert switches <= 2  # Our own sleep.
+    return callbacks
+
+
+async def test_a_slot_that_comes_free_is_used_at_once() -> None:
+    async with rig() as made:
+        made.pipeline.gate.clear()
+        readers = [
+            asyncio.create_task(answer(made.engine, request(str(i))))
+            for i in range(MAX_NUM_SEQS + 1)
+        ]
+        await made.settle()
+        assert (made.pipeline.num_steps, made.engine.stats().waiting_requests) == (1, 1)
+        readers[0].cancel()
+        await made.settle()
+        assert (made.pipeline.num_steps, made.engine.stats().waiting_requests) == (2, 0)
+        made.pipeline.gate.set()
+        await asyncio.wait(readers)
