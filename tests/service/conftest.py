@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from front_doors import FakeGateway, make_gateway, write_model
+from front_doors import MESH, FakeGateway, Rest, make_gateway, write_model
 
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
-
-MESH = {"epoch": 1, "stages": [{"pp_rank": 0, "layer_start": 0, "layer_end": 2}]}
 
 
 @pytest.fixture(scope="session")
@@ -29,16 +26,6 @@ def gateway(model_directory: Path) -> Iterator[FakeGateway]:
     yield gateway
     gateway.frontend.close()
     assert not gateway.engine.open_requests, "a request was left open"
-
-
-@dataclass
-class Rest:
-    """A running REST door."""
-
-    gateway: FakeGateway
-    url: str
-    http: httpx.AsyncClient
-    client: openai.AsyncOpenAI
 
 
 @pytest.fixture

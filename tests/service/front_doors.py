@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gateway.engine.types import (
@@ -25,6 +27,7 @@ MODEL = "tiny"
 MAX_MODEL_LEN = 128
 VOCAB_SIZE = 600
 """Of the model; the tokenizer's is a little smaller."""
+MESH = {"epoch": 1, "stages": [{"pp_rank": 0, "layer_start": 0, "layer_end": 2}]}
 REPLY = "The capital of France is Paris, a café on the Seine."
 EOS = "<|im_end|>"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", EOS]
@@ -160,6 +163,16 @@ def make_gateway(directory: Path) -> FakeGateway:
         seed=1,
     )
     return FakeGateway(frontend, engine, metrics, assets.tokenizer.backend)
+
+
+@dataclass
+class Rest:
+    """A running REST door."""
+
+    gateway: FakeGateway
+    url: str
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
 
 
 async def until(condition: Callable[[], object], seconds: float = 3.0) -> None:

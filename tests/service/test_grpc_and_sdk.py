@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import pytest
-from conftest import FakeGateway
-from front_doors import MODEL, REPLY, until
+from front_doors import MODEL, REPLY, FakeGateway, until
 
 import services.errors
 import stagemesh

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Rest
-from front_doors import MAX_MODEL_LEN, MODEL, VOCAB_SIZE
+from front_doors import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Rest
 
 CHAT, TEXT, TOKENIZE, DETOKENIZE = (
     "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
-from conftest import Rest
-from front_doors import MODEL, REPLY, until
+from front_doors import MODEL, REPLY, Rest, until
 
 from services.errors import PipelineUnavailable, Saturated, StageFailed
 

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from conftest import MESH, Rest
-from front_doors import MODEL, REPLY, FakeGateway, until
+from front_doors import MESH, MODEL, REPLY, FakeGateway, Rest, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.frontend import limits
