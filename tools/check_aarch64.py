@@ -57,7 +57,7 @@ def resolve(
     """What pip would install, and its complaint where it cannot (then the list is empty)."""
     report = links / "report.json"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet"]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run"]
     command += ["--report", str(report), "--target", str(links / "target")]
     command += ["--only-binary=:all:", "--python-version", python_version]
     for platform in PLATFORMS:
@@ -67,8 +67,7 @@ def resolve(
         command, capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_SECONDS, check=False
     )
     if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        return [], "\n".join(errors) or done.stderr
+        return [], _complaint(done)
     items = json.loads(report.read_text())["install"]
     return [
         Resolved(
@@ -79,6 +78,14 @@ def resolve(
         )
         for item in items
     ], ""
+
+
+def _complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """What pip names as the cause, from both of its outputs; never empty."""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    _, _, cause = done.stdout.partition("The conflict is caused by:")
+    errors += [line.strip() for line in cause.partition("\n\n")[0].splitlines() if line.strip()]
+    return "\n".join(errors) or done.stderr or f"pip failed with exit code {done.returncode}"
 
 
 def pinned(constraints: Path) -> dict[str, str]:

@@ -51,7 +51,7 @@ def test_a_wheel_for_another_machine_does_not(tmp_path: Path, tag: str) -> None:
     make_wheel(tmp_path, tag)
     packages, complaint = resolve_demo(tmp_path)
     assert packages == []
-    assert "No matching distribution found for demo" in complaint
+    assert "demo==1.0" in complaint
 
 
 def test_a_pin_without_a_wheel_fails(tmp_path: Path) -> None:
