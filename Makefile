@@ -32,7 +32,7 @@ help:
 	@echo "make clean         remove what was built (the model cache stays)"
 
 serve: install model
-	exec $(BIN)/stagemesh serve $(MODEL) $(SERVE_ARGS)
+	@exec $(BIN)/stagemesh serve $(MODEL) $(SERVE_ARGS)
 
 install: $(SERVE_STAMP)
 
