@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NUCLEUS_GUESS = 256
-"""Most likely tokens looked at for top_p before the whole vocabulary is sorted:
-the nucleus of a chat model is nearly always smaller."""
+NUCLEUS_GUESSES = (256, 4096)
+"""Most likely tokens looked at for top_p before the whole vocabulary is sorted: the
+nucleus of a chat model is nearly always smaller than the first. For 8 rows of 49152
+on one core: 4 ms, 12 ms, and 70 ms for the sort."""
 
 
 def filter_logits(
@@ -56,23 +57,25 @@ def _top_k_floor(logits: Tensor, top_k: Sequence[int]) -> Tensor:
 
 def _top_p_floor(logits: Tensor, top_p: Sequence[float]) -> Tensor:
     """The least logit of the smallest set of best tokens whose mass reaches top_p."""
-    best = logits.topk(min(NUCLEUS_GUESS, logits.shape[-1]), -1).values
-    log_total = logits.logsumexp(-1, keepdim=True)
-    mass = (best - log_total).exp().cumsum(-1, dtype=torch.float64)
-    floors = []
-    for i, wanted in enumerate(top_p):
-        if wanted >= 1.0:
-            floors.append(best.new_tensor(-math.inf))
-        elif float(mass[i, -1]) >= wanted or best.shape[-1] == logits.shape[-1]:
-            floors.append(_floor_of(best[i], mass[i], wanted))
-        else:
-            ordered = logits[i].sort(descending=True).values
-            all_mass = (ordered - log_total[i]).exp().cumsum(-1, dtype=torch.float64)
-            floors.append(_floor_of(ordered, all_mass, wanted))
-    return torch.stack(floors)
-
-
-def _floor_of(ordered: Tensor, mass: Tensor, wanted: float) -> Tensor:
-    # Rounding can leave the whole mass a little below what is wanted.
-    index = min(int(torch.searchsorted(mass, wanted)), ordered.shape[-1] - 1)
-    return ordered[index]
+    vocab_size = logits.shape[-1]
+    floors = torch.full((len(top_p),), -math.inf, device=logits.device)
+    open_rows = [i for i, mass in enumerate(top_p) if mass < 1.0]
+    for guess in (*NUCLEUS_GUESSES, vocab_size):
+        if not open_rows:
+            break
+        rows = logits[open_rows]
+        best = rows.topk(min(guess, vocab_size), -1).values
+        shares = (best - rows.logsumexp(-1, keepdim=True)).exp()
+        mass = shares.cumsum(-1, dtype=torch.float64)
+        wanted = torch.tensor([[top_p[i]] for i in open_rows], dtype=torch.float64)
+        # [open rows]: index of the first token at which the mass is there.
+        found = torch.searchsorted(mass, wanted.to(mass.device)).squeeze(-1).tolist()
+        still_open = []
+        for line, (i, index) in enumerate(zip(open_rows, found, strict=True)):
+            if index < best.shape[-1]:
+                floors[i] = best[line, index]
+            else:
+                still_open.append(i)
+        # After the whole vocabulary only rounding is missing: such a row keeps all.
+        open_rows = still_open
+    return floors

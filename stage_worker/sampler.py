@@ -20,6 +20,8 @@ from torch import Tensor
 from stage_worker.filters import filter_logits
 from stagemesh.v1 import step_pb2
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy: dividing by them would overflow float32."""
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UNIT_53 = 2.0**-53
@@ -76,7 +78,7 @@ class DrawParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
 
 class SamplingState:

@@ -2,7 +2,7 @@
 
 Every rank of a stage calls the same collectives in the same order. At size 1
 they return their argument untouched. No wait is without a bound: a peer that
-dies is seen at once, one that hangs after `timeout_seconds`.
+dies is seen at once, one that hangs after `timeout_seconds`; both are `PeerLost`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.errors import StageFailed
+from stage_worker.data_plane import PeerLost, first_line
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 """Above any step's own time: a rank stuck for longer is taken for hung."""
@@ -70,4 +71,10 @@ class TensorParallel:
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             raise StageFailed(f"tensor-parallel rank {self.rank} is not part of its group")
-        work.wait(timedelta(seconds=self.timeout_seconds))
+        try:
+            work.wait(timedelta(seconds=self.timeout_seconds))
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a collective of tensor-parallel rank {self.rank} of {self.size} failed: "
+                f"{first_line(error)}"
+            ) from error

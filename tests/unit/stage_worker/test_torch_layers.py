@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from datetime import timedelta
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import ProcessGroup
 
+from services.errors import StageFailed
 from services.topology.facts import RotaryScaling
+from stage_worker.data_plane import PeerLost
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import (
     SHORT_LENGTH,
@@ -148,6 +153,28 @@ def test_attention_equals_a_loop_over_tokens(rows: list[tuple[int, int]], seed: 
                 got = output[token + i, head * HEAD_DIM : (head + 1) * HEAD_DIM]
                 torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         token += span.num_tokens
+
+
+class BrokenWork:
+    """A collective whose peer has gone."""
+
+    def wait(self, timeout: timedelta) -> None:
+        assert timeout == timedelta(seconds=2.5)
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234\nmore")
+
+
+def test_a_lost_peer_is_told_from_a_fault_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: BrokenWork())
+    monkeypatch.setattr("torch.distributed.all_gather_into_tensor", lambda *_, **__: BrokenWork())
+    group = TensorParallel(1, 2, cast(ProcessGroup, object()), timeout_seconds=2.5)
+    for collective in (group.all_reduce, group.all_gather_last_dim):
+        with pytest.raises(PeerLost, match=r"rank 1 of 2 failed: Connection closed by peer"):
+            collective(torch.ones(2))
+
+
+def test_a_step_before_the_group_is_refused() -> None:
+    with pytest.raises(StageFailed, match="rank 0 of 2 has no group"):
+        TensorParallel(0, 2).all_reduce(torch.ones(2))
 
 
 def test_collectives_of_one_rank_do_nothing() -> None:
