@@ -278,8 +278,11 @@ class Frontend:
         return tuple(ids)
 
     def _refuse_surely_too_long(self, prompt: Prompt, param: str) -> None:
-        """A text that even the longest tokens cannot fit is refused without tokenizing it."""
+        """What cannot fit is refused before it costs much: ids are not looked at one by one,
+        and a text that is too long even for the longest tokens is not tokenized."""
         if isinstance(prompt, TokenPrompt):
+            if len(prompt.token_ids) >= self.max_model_len:
+                raise prompt_too_long(str(len(prompt.token_ids)), self.max_model_len, param)
             return
         chars = (
             len(prompt.text)
@@ -333,6 +336,16 @@ class _Meter:
         elif not self._last_delivery:
             self._metrics.time_to_first_token_seconds.observe(now - self._started)
         self._last_delivery[delta.choice_index] = now
+
+
+def output_length(delta: ChoiceDelta) -> int:
+    """How many of a delta's tokens are output: a stop token id ends a choice, is counted,
+    and is no part of the answer (nor are its logprobs)."""
+    count = len(delta.token_ids)
+    stopped_by_id = isinstance(delta.stop_reason, int) and delta.finish_reason is not None
+    if stopped_by_id and count and delta.token_ids[-1] == delta.stop_reason:
+        return count - 1
+    return count
 
 
 def new_request_id(prefix: str, client_id: str | None = None) -> str:

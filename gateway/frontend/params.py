@@ -63,6 +63,9 @@ def _in_range(
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises for the first id outside the vocabulary."""
+    # Two passes in C: a list may be a whole body long.
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(

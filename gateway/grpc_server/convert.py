@@ -15,6 +15,7 @@ from gateway.frontend.frontend import (
     Prompt,
     TextPrompt,
     TokenPrompt,
+    output_length,
 )
 from gateway.frontend.params import SamplingInput, StopInput, check_n
 from services.errors import InvalidRequest
@@ -122,14 +123,15 @@ def input_of(request: inference_pb2.GenerateRequest) -> GenerationInput:
 
 def response_of(delta: ChoiceDelta, request_id: str) -> inference_pb2.GenerateResponse:
     """One piece."""
+    length = output_length(delta)
     response = inference_pb2.GenerateResponse(
         choice_index=delta.choice_index,
         text=delta.text,
-        token_ids=delta.token_ids,
+        token_ids=delta.token_ids[:length],
         request_id=request_id,
     )
     if delta.logprobs:
-        response.logprobs.extend(_logprobs(delta.logprobs))
+        response.logprobs.extend(_logprobs(delta.logprobs[:length]))
     if delta.finish_reason is not None:
         response.finish_reason = _FINISH[delta.finish_reason]
     return response

@@ -41,7 +41,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Streams choices, interleaved; usage comes with the last message."""
         client_id = check_request_id(request.request_id, "request_id") or None
         request_id = client_id or new_request_id("gen")
-        with self._observed("Generate", request_id):
+        with self._observed("Generate", request_id) as counts:
             self._frontend.resolve_model(request.model)
             remaining: float | None = context.time_remaining()
             prepared = await self._frontend.prepare(
@@ -53,18 +53,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     None if remaining is None else asyncio.get_running_loop().time() + remaining
                 ),
             )
-            prompt_tokens = len(prepared.prompt_token_ids)
-            completion_tokens, unfinished = 0, prepared.n
+            counts.prompt_tokens = len(prepared.prompt_token_ids)
+            unfinished = prepared.n
             async with contextlib.aclosing(self._frontend.generate(prepared)) as deltas:
                 async for delta in deltas:
-                    completion_tokens += len(delta.token_ids)
+                    counts.completion_tokens += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
                     if unfinished and _is_empty(delta):
                         continue
                     response = convert.response_of(delta, request_id)
                     if not unfinished:
-                        response.usage.prompt_tokens = prompt_tokens
-                        response.usage.completion_tokens = completion_tokens
+                        response.usage.CopyFrom(counts)
                     yield response
 
     async def Tokenize(
@@ -105,13 +104,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             )
 
     @contextlib.contextmanager
-    def _observed(self, method: str, request_id: str) -> Iterator[None]:
-        """One log line and one count per call."""
+    def _observed(self, method: str, request_id: str) -> Iterator[inference_pb2.Usage]:
+        """One log line and one count per call; gives the token counts to fill in."""
+        counts = inference_pb2.Usage()
         started = time.monotonic()
         status = 200
         with request_id_scope(request_id):
             try:
-                yield
+                yield counts
             except StagemeshError as error:
                 status = error.http_status
                 raise
@@ -129,7 +129,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     logger,
                     logging.INFO,
                     "request done",
-                    {"path": label, "status": status, "seconds": seconds},
+                    {
+                        "path": label,
+                        "status": status,
+                        "seconds": seconds,
+                        "prompt_tokens": counts.prompt_tokens,
+                        "completion_tokens": counts.completion_tokens,
+                    },
                 )
 
 

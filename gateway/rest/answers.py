@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from gateway.engine.types import ChoiceDelta, FinishReason, TokenLogprob
+from gateway.frontend.frontend import output_length
 from gateway.frontend.tokenizer import Tokenizer
 from gateway.rest.logprobs import CompletionLogprobs, chat_logprobs
 
@@ -35,10 +36,14 @@ class Choice:
     def take(self, delta: ChoiceDelta) -> None:
         """Adds what is new."""
         self.texts.append(delta.text)
-        self.logprobs.extend(delta.logprobs)
+        self.logprobs.extend(_output_logprobs(delta))
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
+
+
+def _output_logprobs(delta: ChoiceDelta) -> Sequence[TokenLogprob]:
+    return delta.logprobs[: output_length(delta)] if delta.logprobs else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +144,16 @@ class ChatAnswer(Answer):
         )
 
     def event(self, choice_index: int, delta: ChoiceDelta) -> bytes:
-        if not delta.text and not delta.logprobs:
+        entries = _output_logprobs(delta)
+        if not delta.text and not entries:
             if delta.finish_reason is None:
                 return b""
             change = b"{}"
         else:
             change = b'{"content":' + orjson.dumps(delta.text) + b"}"
         logprobs = NULL
-        if self.with_logprobs and delta.logprobs:
-            logprobs = orjson.dumps(chat_logprobs(self.tokenizer, delta.logprobs))
+        if entries:
+            logprobs = orjson.dumps(chat_logprobs(self.tokenizer, entries))
         return b"".join(
             (
                 self._event_prefix,
@@ -211,11 +217,12 @@ class CompletionAnswer(Answer):
         return self._piece(choice_index, echo, NULL, NULL) if echo else b""
 
     def event(self, choice_index: int, delta: ChoiceDelta) -> bytes:
-        if not delta.text and not delta.logprobs and delta.finish_reason is None:
+        entries = _output_logprobs(delta)
+        if not delta.text and not entries and delta.finish_reason is None:
             return b""
         logprobs = NULL
-        if self.with_logprobs and delta.logprobs:
-            logprobs = orjson.dumps(self._logprobs[choice_index].take(delta.logprobs))
+        if entries:
+            logprobs = orjson.dumps(self._logprobs[choice_index].take(entries))
         return self._piece(choice_index, delta.text, logprobs, self._finish(delta))
 
     def _piece(self, choice_index: int, text: str, logprobs: bytes, finish: bytes) -> bytes:

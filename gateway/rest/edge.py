@@ -113,7 +113,8 @@ class Edge:
         if not self._keys:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()
+        # Headers arrive as bytes and are read as Latin-1; keys may be any UTF-8.
+        given = key.strip().encode("latin-1")
         # Every key is compared in full, so that time tells nothing about any of them.
         matches = [hmac.compare_digest(given, one) for one in self._keys]
         if scheme.lower() != "bearer" or not any(matches):

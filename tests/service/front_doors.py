@@ -118,23 +118,31 @@ class ScriptedEngine:
                     reason = FinishReason.STOP
                 elif last:
                     reason = FinishReason.LENGTH if by_length else FinishReason.STOP
+                token_ids = (ids[position],)
+                stop_reason: int | str | None = found
+                if reason is FinishReason.STOP and found is None:
+                    # The token that stops comes with the rest, and has no text.
+                    stop_reason = self.tokenizer.token_to_id(EOS)
+                    token_ids = (ids[position], self.tokenizer.token_to_id(EOS))
                 yield ChoiceDelta(
                     choice_index=choice,
                     text=texts[choice][len(before) :],
-                    token_ids=(ids[position],),
-                    logprobs=self._logprobs(ids[position], request.sampling.num_logprobs),
+                    token_ids=token_ids,
+                    logprobs=self._logprobs(token_ids, request.sampling.num_logprobs),
                     finish_reason=reason,
-                    stop_reason=found,
+                    stop_reason=stop_reason,
                 )
             if last or found is not None:
                 return
 
     @staticmethod
-    def _logprobs(token_id: int, count: int | None) -> tuple[TokenLogprob, ...]:
+    def _logprobs(ids: tuple[int, ...], count: int | None) -> tuple[TokenLogprob, ...]:
         if count is None:
             return ()
-        top = tuple((token_id + rank, -0.5 - rank) for rank in range(count))
-        return (TokenLogprob(token_id, -0.5, top),)
+        return tuple(
+            TokenLogprob(one, -0.5, tuple((one + rank, -0.5 - rank) for rank in range(count)))
+            for one in ids
+        )
 
 
 @dataclass

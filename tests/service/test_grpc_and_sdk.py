@@ -45,7 +45,9 @@ async def test_generate_from_messages(door: Door) -> None:
     assert answer.text == REPLY
     assert answer.finish_reason == "stop"
     request = door.gateway.engine.seen[0]
-    assert answer.usage == Usage(len(request.prompt_token_ids), len(answer.token_ids))
+    assert answer.token_ids == tuple(door.gateway.tokenizer.encode(REPLY).ids)
+    # The token that stops is counted, and is no part of the answer.
+    assert answer.usage == Usage(len(request.prompt_token_ids), len(answer.token_ids) + 1)
     assert request.sampling.temperature == 0.5  # the model's own default
     assert request.stop.max_tokens == 128 - len(request.prompt_token_ids)
     same = await door.client.generate(messages=[ChatMessage("user", QUESTION[0]["content"])])

@@ -19,7 +19,8 @@ async def test_chat_whole(rest: Rest) -> None:
     assert choice.finish_reason == "stop"
     request = rest.gateway.engine.seen[0]
     assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
-    assert answer.usage.completion_tokens == len(rest.gateway.tokenizer.encode(REPLY).ids)
+    # The token that stops is counted, and is no part of the answer.
+    assert answer.usage.completion_tokens == len(rest.gateway.tokenizer.encode(REPLY).ids) + 1
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     rendered = rest.gateway.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
     assert rendered == (

@@ -84,7 +84,7 @@ async def test_metrics_count_requests_and_tokens(rest: Rest) -> None:
     assert found["stagemesh_requests_total", CHAT, "400"] == 1
     assert found["stagemesh_requests_total", "404", "other"] == 1
     tokens = len(rest.gateway.tokenizer.encode(REPLY).ids)
-    assert found["stagemesh_generation_tokens_total",] == tokens
+    assert found["stagemesh_generation_tokens_total",] == tokens + 1
     assert found["stagemesh_time_to_first_token_seconds_count",] == 1
     assert found["stagemesh_inter_token_seconds_count",] == tokens - 1
     assert found["stagemesh_kv_free_blocks",] == 100
