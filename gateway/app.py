@@ -160,6 +160,7 @@ class Gateway:
         launcher: LocalLauncher | None = None
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._frontend.close)
+            stack.push_async_callback(self._mesh.close)
             stack.callback(rest_server.close)
             rest_port = rest_server.bind(config.host, config.port)
             grpc_port = inference_server.bind(config.host, config.grpc_port, flag="--grpc-port")

@@ -94,9 +94,12 @@ class Mesh:
                 await self._bring_up()
                 await self._drive(tasks)
         finally:
-            self._why_not_ready = "the mesh has failed or is going down"
-            for stage in self._stages:
-                await stage.client.close()
+            self._why_not_ready = self._why_not_ready or "the mesh is going down"
+
+    async def close(self) -> None:
+        """Closes the channels to the workers. No call may follow."""
+        for stage in self._stages:
+            await stage.client.close()
 
     def _connect(self) -> None:
         for member in self._control.membership.members:

@@ -88,6 +88,8 @@ class RankProcess:
                 *arguments.to_argv(),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                # Torch's C++ side warns about host names that nobody needs here.
+                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
             )
         finally:
             theirs.close()

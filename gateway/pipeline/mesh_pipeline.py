@@ -118,7 +118,7 @@ class MeshPipeline:
                     if pp_rank == self._last_pp_rank:
                         self._results.put_nowait(response.result)
         except grpc.aio.AioRpcError as error:
-            self.fail(stage.client.failed("its step stream", error))
+            self.fail(stage.client.gone(error))
         else:
             self.fail(StageFailed(f"stage {pp_rank} at {stage.client.address} has left the mesh"))
         finally:

@@ -35,6 +35,13 @@ class StageClient:
         cause = error_from_rpc(error).message
         return StageFailed(f"stage {self.pp_rank} at {self.address}: {doing} failed: {cause}")
 
+    def gone(self, error: grpc.aio.AioRpcError) -> StageFailed:
+        """The end of the step stream without a word of the worker's."""
+        return StageFailed(
+            f"the worker of stage {self.pp_rank} at {self.address} is gone: its step stream ended "
+            f"with {error.code().name} ({error.details()})"
+        )
+
     async def open_store(self, epoch: int) -> str:
         """Lets the stage's first rank open the epoch's store. Raises `StageFailed`."""
         request = stage_worker_pb2.OpenStoreRequest(epoch=epoch)
