@@ -16,7 +16,8 @@ from torch import Tensor
 NUCLEUS_GUESSES = (256, 4096)
 """Most likely tokens looked at for top_p before the whole vocabulary is sorted: the
 nucleus of a chat model is nearly always smaller than the first. For 8 rows of 49152
-on one core: 4 ms, 12 ms, and 70 ms for the sort."""
+on one core the first costs about 4 ms, the sort 65 ms.
+"""
 
 
 def filter_logits(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.errors import ConfigError
 from services.topology.facts import DTYPE_BYTES, ModelFacts
-from services.topology.families import read_model_facts
+from services.topology.families import check_topology, read_model_facts
 from services.topology.weights import (
     WeightSpec,
     embedding_weight,
@@ -32,6 +32,9 @@ from stage_worker.models import HiddenLayer, layer_family
 from stage_worker.platforms.base import Platform
 from stage_worker.weights import Progress, WeightReader
 from stagemesh.v1 import stage_worker_pb2
+
+MAX_BLOCKS = 2**31 - 1
+"""Block tables are int32."""
 
 
 class StageModel:
@@ -56,7 +59,8 @@ class StageModel:
         self._final_norm: RMSNorm | None = None
         self._head: VocabParallelHead | None = None
         self._rotary: RotaryTable | None = None
-        self._context = self._new_context()
+        self._context = self._new_context(plan)
+        self._check(plan)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,15 +111,14 @@ class StageModel:
         self, plan: stage_worker_pb2.StagePlan, on_progress: Progress
     ) -> stage_worker_pb2.RankReport:
         """Keeps, loads and drops; see `StageRunner.apply_plan`."""
-        old, self._plan = self._plan, plan
-        if (old.model_path, old.dtype, old.topology.tp_size) != (
-            plan.model_path,
-            plan.dtype,
-            plan.topology.tp_size,
-        ):
+        old = self._plan
+        if (old.model_path, old.dtype) != (plan.model_path, plan.dtype):
+            # Read first: a plan that cannot be reached leaves the old one as it was.
+            facts, context = read_model_facts(Path(plan.model_path)), self._new_context(plan)
             self._drop_all()
-            self.facts = read_model_facts(Path(plan.model_path))
-            self._context = self._new_context()
+            self.facts, self._context = facts, context
+        self._check(plan)
+        self._plan = plan
         self._drop_unwanted()
         self._load_missing(on_progress)
         if self._rotary is None or old.max_model_len != plan.max_model_len:
@@ -221,19 +224,30 @@ class StageModel:
         return stage_worker_pb2.RankReport(
             weight_bytes=sum(part.num_bytes for part in (*self._layers.values(), *ends)),
             kv_block_bytes=block_bytes,
-            possible_blocks=max(plan.num_blocks, budget // block_bytes),
+            possible_blocks=min(max(plan.num_blocks, budget // block_bytes), MAX_BLOCKS),
             num_blocks=plan.num_blocks,
             fingerprint_digest=plan.fingerprint.digest,
         )
 
-    def _new_context(self) -> LayerContext:
-        if self._plan.dtype not in DTYPE_BYTES:
+    def _check(self, plan: stage_worker_pb2.StagePlan) -> None:
+        """The group that a rank is part of is given at construction, for good."""
+        topology, group = plan.topology, self._tensor_parallel
+        if topology.tp_size != group.size:
             raise ConfigError(
-                f'dtype "{self._plan.dtype}" is not one of {", ".join(DTYPE_BYTES)}', param="dtype"
+                f"the plan has tensor parallel size {topology.tp_size}, but this rank is one of "
+                f"{group.size}: it must be started anew",
+                param="--tensor-parallel-size",
+            )
+        check_topology(self.facts, topology.tp_size, topology.pp_size)
+
+    def _new_context(self, plan: stage_worker_pb2.StagePlan) -> LayerContext:
+        if plan.dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f'dtype "{plan.dtype}" is not one of {", ".join(DTYPE_BYTES)}', param="--dtype"
             )
         return LayerContext(
             self.device,
-            getattr(torch, self._plan.dtype),
+            getattr(torch, plan.dtype),
             self._tensor_parallel,
             self._platform.attention(),
             self._platform.packed_linear(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.errors import ModelError, StageFailed
+from services.errors import ConfigError, ModelError, StageFailed
 from services.topology.families import FAMILIES, read_model_facts
 from services.topology.weights import model_weights, stage_weights
 from services.topology.wire import shape_from_proto
@@ -210,6 +210,60 @@ def test_a_step_that_only_releases_sends_nothing(model_path: Path) -> None:
     runner.run(step_pb2.Step(step_id=1, starts=[start]), ())
     output = runner.run(step_pb2.Step(step_id=2, released_slots=[0]), ())
     assert (output.sent, output.rows) == ((), [])
+
+
+def test_steps_may_be_prepared_ahead_of_the_results_before(model_path: Path) -> None:
+    """The slot of step 2's sequence is used again by step 3 before step 2 has sampled."""
+    sampling = step_pb2.SamplingParams(temperature=0.0, seed=1, presence_penalty=2.0)
+
+    def start(history: list[int]) -> step_pb2.SlotStart:
+        return step_pb2.SlotStart(
+            slot=0, sampling=sampling, prompt_length=len(history), history_token_ids=history
+        )
+
+    def row(tokens: list[int], position: int, **fields: object) -> step_pb2.StepRow:
+        return step_pb2.StepRow(
+            slot=0, position=position, token_ids=tokens, num_sampled=1, **fields
+        )
+
+    steps = [
+        step_pb2.Step(step_id=1, starts=[start([1, 2])], rows=[row([1, 2], 0, new_block_ids=[4])]),
+        step_pb2.Step(step_id=2, rows=[row([7], 2)]),
+        step_pb2.Step(
+            step_id=3,
+            released_slots=[0],
+            starts=[start([9])],
+            rows=[row([9], 0, new_block_ids=[5])],
+        ),
+        step_pb2.Step(step_id=4, rows=[row([3], 1)]),
+    ]
+    runner = make_runner(stage_plan(model_path, (4,), 0))
+    in_turn = [runner.run(step, ()).rows for step in steps]
+    runner.reset()
+    prepared = [runner.prepare(step) for step in steps]
+    assert [runner.compute(step, ()).rows for step in prepared] == in_turn
+
+
+def test_a_plan_that_cannot_be_reached_leaves_the_old_one(model_path: Path) -> None:
+    runner = make_runner(stage_plan(model_path, (4,), 0))
+    nowhere = stage_plan(model_path / "nowhere", (4,), 0)
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        runner.apply_plan(nowhere, lambda loaded_bytes, total_bytes: None)
+    row = step_pb2.StepRow(slot=0, token_ids=[1], new_block_ids=[0], num_sampled=1)
+    start = step_pb2.SlotStart(slot=0, sampling=GREEDY)
+    assert runner.run(step_pb2.Step(starts=[start], rows=[row]), ()).rows
+
+
+def test_a_plan_of_another_tp_size_is_refused(model_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor parallel size 2, but this rank is one of 1"):
+        make_runner(stage_plan(model_path, PARTITION, 0, tp_size=2))
+    with pytest.raises(ConfigError, match=r"3 does not divide the 4 attention heads.*: 1, 2, 4"):
+        make_runner(stage_plan(model_path, PARTITION, 0, tp_size=3), TensorParallel(0, 3))
+
+
+def test_an_unknown_dtype_is_refused(model_path: Path) -> None:
+    with pytest.raises(ConfigError, match='dtype "int8" is not one of float32'):
+        make_runner(stage_plan(model_path, PARTITION, 0, dtype="int8"))
 
 
 def test_every_family_that_is_planned_can_be_run() -> None:
