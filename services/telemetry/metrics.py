@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -46,6 +52,13 @@ class EngineGauges(Protocol):
     def preemptions(self) -> int: ...
 
 
+class FinishedRequest(Protocol):
+    """What is read of a finished request (`gateway.engine.stream.RequestTimings`)."""
+
+    @property
+    def queue_seconds(self) -> float: ...
+
+
 class _EngineCollector(Collector):
     """Reads the engine when Prometheus asks, so that nothing is kept twice."""
 
@@ -76,6 +89,8 @@ class Metrics:
     """The gateway's metrics. One object, made at start-up and handed down."""
 
     def __init__(self) -> None:
+        # Else every counter has a second series with the time of its first increment.
+        disable_created_metrics()
         self.registry = CollectorRegistry(auto_describe=False)
         self._endpoints: set[str] = set()
         self.requests = Counter(
@@ -147,6 +162,10 @@ class Metrics:
             strict=True,
         ):
             self.stage_seconds.labels(stage, phase).inc(nanoseconds * NANOSECONDS)
+
+    def on_request_finished(self, timings: FinishedRequest) -> None:
+        """The engine is done with a request; makes this object an engine's observer."""
+        self.queue_seconds.observe(timings.queue_seconds)
 
     def watch_engine(self, stats: Callable[[], EngineGauges]) -> None:
         """Reads the engine's state at each scrape. Once per `Metrics`."""

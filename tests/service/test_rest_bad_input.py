@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -255,6 +256,48 @@ async def test_messages_name_both_numbers_and_no_prompt(rest: Rest) -> None:
     assert "secret" not in message
     _, body = chat(messages=[{"role": "user", "content": {"secret": "x"}}])
     assert "secret" not in (await rest.http.post(CHAT, json=body)).text
+
+
+def mutated(generator: random.Random, value: Any, depth: int = 0) -> Any:
+    """A value that is like the given one, except where it is not."""
+    odd = [None, True, 0, -1, 1.5, NAN, 2**65, "", "x", "\ud800", [], {}, [None], {"a": 1}, [[1]]]
+    if generator.random() < (0.15 if depth else 0.0):
+        return generator.choice(odd)
+    if isinstance(value, dict):
+        return {key: mutated(generator, one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list):
+        return [mutated(generator, one, depth + 1) for one in value]
+    return value
+
+
+async def test_mutated_bodies_never_fail_inside(rest: Rest) -> None:
+    rest.gateway.engine.reply = "x"
+    full = {
+        "model": MODEL, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 1,
+        "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1,
+        "logit_bias": {"1": 1}, "max_tokens": 2, "n": 1, "stop": ["x"], "stop_token_ids": [1],
+        "ignore_eos": False, "stream": False, "user": "me", "tools": [], "metadata": {},
+    }  # fmt: skip
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}], "name": "me"}]
+    bodies = [
+        (CHAT, full | {"messages": messages, "logprobs": True, "top_logprobs": 1}),
+        (TEXT, full | {"prompt": ["Hello", "you"], "logprobs": 1, "echo": False}),
+        (TOKENIZE, {"messages": messages, "add_special_tokens": True}),
+        (DETOKENIZE, {"model": MODEL, "tokens": [1, 2]}),
+    ]
+    generator = random.Random(0)
+    statuses = set()
+    for _ in range(60):
+        for path, body in bodies:
+            content = post_body(mutated(generator, body))
+            response = await rest.http.post(
+                path, content=content, headers={"content-type": "application/json"}
+            )
+            assert response.status_code in (200, 400, 404), (content, response.text)
+            statuses.add(response.status_code)
+            if response.status_code != 200:
+                assert set(response.json()["error"]) == ERROR_KEYS
+    assert statuses == {200, 400, 404}
 
 
 async def test_neutral_values_of_unsupported_fields_pass(rest: Rest) -> None:

@@ -60,6 +60,20 @@ def test_the_engine_is_read_at_the_scrape() -> None:
     assert found["stagemesh_preemptions_total{}"] == 4
 
 
+def test_queue_time_comes_from_the_engine() -> None:
+    @dataclass
+    class Timings:
+        queue_seconds: float
+
+    metrics = Metrics()
+    metrics.on_request_finished(Timings(0.25))
+    metrics.on_request_finished(Timings(0.5))
+    found = samples(metrics)
+    assert found["stagemesh_queue_seconds_sum{}"] == 0.75
+    assert found["stagemesh_queue_seconds_count{}"] == 2
+    assert not any("_created" in name for name in found)
+
+
 def test_unknown_paths_share_one_label() -> None:
     metrics = Metrics()
     metrics.declare_endpoints(["/health"])

@@ -1,0 +1,190 @@
+"""The frontend without an engine behind it: preparing requests and its own limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from gateway.engine.types import ChoiceDelta, EngineStats, FinishReason, GenerationRequest
+from gateway.frontend import limits
+from gateway.frontend.chat_template import Message
+from gateway.frontend.frontend import (
+    ChatPrompt,
+    Frontend,
+    GenerationInput,
+    ModelAssets,
+    TextPrompt,
+    TokenPrompt,
+    check_request_id,
+    new_request_id,
+    output_length,
+)
+from gateway.frontend.generation_defaults import GenerationDefaults
+from gateway.frontend.tokenizer import Tokenizer
+from services.errors import ContextTooLong, InvalidRequest, ModelNotFound, Saturated
+from services.telemetry import Metrics
+
+WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3}
+
+
+class OneTokenEngine:
+    """Gives one token and then waits until it is closed."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(1, 1, 0, 0, 0, 0)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        try:
+            yield ChoiceDelta(0, "one", (1,))
+            await asyncio.Event().wait()
+        finally:
+            self.closed += 1
+
+
+def make(engine: OneTokenEngine, seed: int | None = None) -> Frontend:
+    backend = Backend(models.WordLevel(WORDS, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assets = ModelAssets(Tokenizer(backend), None, GenerationDefaults(temperature=0.5))
+    return Frontend(
+        engine,
+        assets,
+        model_names=("main", "other"),
+        max_model_len=8,
+        vocab_size=10,
+        metrics=Metrics(),
+        seed=seed,
+    )
+
+
+@pytest.fixture
+def engine() -> OneTokenEngine:
+    return OneTokenEngine()
+
+
+@pytest.fixture
+def frontend(engine: OneTokenEngine) -> Iterator[Frontend]:
+    frontend = make(engine)
+    yield frontend
+    frontend.close()
+
+
+async def prepare(frontend: Frontend, prompt: Any, **fields: Any) -> GenerationRequest:
+    return await frontend.prepare(prompt, GenerationInput(), request_id="r", **fields)
+
+
+async def test_prompts_become_ids(frontend: Frontend) -> None:
+    request = await prepare(frontend, TextPrompt("one two three"))
+    assert request.prompt_token_ids == (1, 2, 3)
+    assert request.stop.max_tokens == 5 and request.sampling.temperature == 0.5
+    assert (await prepare(frontend, TokenPrompt((9,)))).prompt_token_ids == (9,)
+
+
+async def test_what_cannot_fit_is_refused(frontend: Frontend) -> None:
+    with pytest.raises(ContextTooLong, match=r"8.*9"):
+        await prepare(frontend, TextPrompt("one " * 9))
+    with pytest.raises(ContextTooLong, match=r"8.*1000000"):
+        await prepare(frontend, TokenPrompt((10**9,) * 1_000_000))
+    with pytest.raises(InvalidRequest, match=r"\[1\].*10"):
+        await prepare(frontend, TokenPrompt((9, 10)))
+
+
+async def test_a_model_without_a_template_refuses_chat_only(frontend: Frontend) -> None:
+    with pytest.raises(InvalidRequest, match="--chat-template"):
+        await prepare(frontend, ChatPrompt((Message("user", "one"),)))
+    await prepare(frontend, TextPrompt("one"))
+
+
+async def test_drawn_seeds_differ_and_can_be_repeated(engine: OneTokenEngine) -> None:
+    first, second, unseeded = make(engine, 7), make(engine, 7), make(engine)
+    drawn = [[(await prepare(f, TextPrompt("one"))).sampling.seed for _ in range(3)]
+             for f in (first, second, unseeded)]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 3
+    for one in (first, second, unseeded):
+        one.close()
+
+
+async def test_every_request_has_a_deadline(frontend: Frontend) -> None:
+    now = asyncio.get_running_loop().time()
+    request = await prepare(frontend, TextPrompt("one"))
+    assert request.deadline is not None
+    assert now < request.deadline <= now + limits.MAX_REQUEST_SECONDS + 5
+    assert (await prepare(frontend, TextPrompt("one"), deadline=now + 3)).deadline == now + 3
+    far = await prepare(frontend, TextPrompt("one"), deadline=now + 1e9)
+    assert far.deadline is not None and far.deadline < now + 1e6
+
+
+async def test_closing_reaches_the_engine_and_frees_the_place(
+    frontend: Frontend, engine: OneTokenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_CONCURRENT_REQUESTS", 1)
+    request = await prepare(frontend, TextPrompt("one"))
+    running = frontend.generate(request)
+    await anext(running)
+    with pytest.raises(Saturated) as caught:
+        await anext(frontend.generate(request))
+    assert caught.value.retry_after_seconds
+    await running.aclose()
+    assert engine.closed == 1 and frontend.running_requests == 0
+    again = frontend.generate(request)
+    await anext(again)
+    await again.aclose()
+
+
+async def test_long_texts_queue_up_to_a_limit(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PENDING_TOKENIZATIONS", 2)
+    text = "one " * 100_000
+    results = await asyncio.gather(
+        *(frontend.tokenize(TextPrompt(text)) for _ in range(3)), return_exceptions=True
+    )
+    assert [type(one) for one in results].count(Saturated) == 1
+    assert len(await frontend.tokenize(TextPrompt(text))) == 100_000
+
+
+def test_model_names(frontend: Frontend) -> None:
+    assert frontend.resolve_model(None) == frontend.resolve_model("") == "main"
+    assert frontend.resolve_model("other") == "other"
+    with pytest.raises(ModelNotFound, match="main, other"):
+        frontend.resolve_model("third")
+
+
+def test_request_ids() -> None:
+    assert new_request_id("a") != new_request_id("a")
+    assert new_request_id("a", "mine").startswith("a-mine-")
+    assert check_request_id("mine", "request_id") == "mine"
+    for bad in ("x" * (limits.MAX_REQUEST_ID_CHARS + 1), "a\nb", "é"):
+        with pytest.raises(InvalidRequest, match="request_id"):
+            check_request_id(bad, "request_id")
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "finish_reason", "stop_reason", "expected"),
+    [
+        ((5, 2), FinishReason.STOP, 2, 1),
+        ((2,), FinishReason.STOP, 2, 0),
+        ((5, 2), FinishReason.STOP, "text", 2),
+        ((5, 2), FinishReason.LENGTH, None, 2),
+        ((5, 2), None, None, 2),
+        ((), FinishReason.STOP, 2, 0),
+    ],
+)
+def test_the_token_that_stops_is_no_output(
+    token_ids: tuple[int, ...],
+    finish_reason: FinishReason | None,
+    stop_reason: int | str | None,
+    expected: int,
+) -> None:
+    delta = ChoiceDelta(0, "", token_ids, (), finish_reason, stop_reason)
+    assert output_length(delta) == expected
