@@ -22,6 +22,7 @@ import uvloop
 from gateway.banner import banner
 from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduler import SchedulerLimits
+from gateway.engine.stream import RequestTimings
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
 from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
@@ -105,6 +106,17 @@ async def _main(config: ServeConfig, *, launch_workers: bool) -> None:
     await gateway.run(stop, launch_workers=launch_workers)
 
 
+class _QueueTimes:
+    """Tells the metrics how long each request has waited; the front doors count the rest."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def on_request_finished(self, timings: RequestTimings) -> None:
+        """See `EngineObserver`."""
+        self._metrics.queue_seconds.observe(timings.queue_seconds)
+
+
 class Gateway:
     """Everything in the gateway process, and the order in which it comes and goes."""
 
@@ -137,7 +149,9 @@ class Gateway:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_steps_in_flight=pipeline.num_stages,
         )
-        return MeshEngine(pipeline, self._assets.tokenizer.backend, EngineConfig(limits))
+        return MeshEngine(
+            pipeline, self._assets.tokenizer.backend, EngineConfig(limits), _QueueTimes(self._metrics)
+        )
 
     async def run(self, stop: _StopRequest, *, launch_workers: bool) -> None:
         """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""

@@ -56,7 +56,7 @@ def test_the_mesh_shows_its_stages(mesh: MeshProcess) -> None:
 def test_the_sdk_and_grpc_health(mesh: MeshProcess) -> None:
     with Client(mesh.grpc_address) as client:
         answer = client.generate(
-            messages=[("user", "What is the capital of France?")], temperature=0, max_tokens=32
+            messages=QUESTION, temperature=0, max_tokens=32
         )
     assert "Paris" in answer.text
     with grpc.insecure_channel(mesh.grpc_address) as channel:
