@@ -130,7 +130,10 @@ def _special_tokens(config: dict[str, object] | None) -> dict[str, str]:
 
 def _is_byte_level(backend: BackendTokenizer) -> bool:
     """Whether pieces are spelled in GPT-2's byte alphabet."""
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    if backend.decoder is None:
+        return False
+    # The pickled state is the decoder's JSON; the whole tokenizer's would be megabytes.
+    decoder = json.loads(backend.decoder.__getstate__())
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
 

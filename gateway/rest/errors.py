@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from gateway.frontend import limits
 from gateway.rest.schemas import UNSUPPORTED
-from services.errors import InvalidRequest, NotAuthenticated, StagemeshError
+from services.errors import BodyTooLarge, InvalidRequest, NotAuthenticated, StagemeshError
 
 CUSTOM_TYPES = frozenset(
     ("stop_type", "prompt_type", "content_type", "content_part",
@@ -34,9 +34,12 @@ def error_event(error: StagemeshError) -> bytes:
 
 
 def error_headers(error: StagemeshError) -> dict[str, str]:
-    """Retry-After where a retry makes sense, WWW-Authenticate where a key is missing."""
+    """What goes with an error: Retry-After, WWW-Authenticate, the end of the connection."""
     if isinstance(error, NotAuthenticated):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, BodyTooLarge):
+        # The rest of the body may still be on its way.
+        return {"connection": "close"}
     if error.retryable and error.http_status in (
         HTTPStatus.TOO_MANY_REQUESTS,
         HTTPStatus.SERVICE_UNAVAILABLE,

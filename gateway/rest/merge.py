@@ -53,6 +53,9 @@ async def merged(
                     failure = item
                 else:
                     yield item
+        except GeneratorExit:
+            # Swallowed inside the group, which would wrap it; the generator returns below.
+            failure = None
         finally:
             for reader in readers:
                 reader.cancel()
