@@ -16,6 +16,7 @@ from services.errors import (
     ConfigError,
     DeadlineExceeded,
     PipelineUnavailable,
+    Saturated,
     StagemeshError,
     all_errors,
 )
@@ -88,6 +89,15 @@ async def test_every_error_of_the_tree_crosses_the_wire(
     assert type(error) is error_class
     assert (error.message, error.param) == ("what to do: x", "top_p")
     assert (error.retry_after_seconds is not None) == error_class.retryable
+
+
+async def test_a_reason_of_a_newer_peer_falls_back_to_its_code(running: Running) -> None:
+    newer = Saturated("full in a new way", retry_after_seconds=4)
+    newer.reason = "OF_A_NEWER_PEER"  # type: ignore[misc]
+    running.servicer.to_raise = newer
+    error = await failed_tokenize(running)
+    assert type(error) is Saturated
+    assert (error.message, error.retry_after_seconds) == ("full in a new way", 4)
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_typed(running: Running) -> None:
