@@ -28,6 +28,7 @@ from gateway.rest.answers import ChatAnswer, CompletionAnswer
 from gateway.rest.edge import RECORD_KEY, Edge
 from gateway.rest.errors import on_http_error, on_stagemesh_error, on_validation_error
 from gateway.rest.generate import respond
+from gateway.rest.openapi import describe_answers
 from gateway.rest.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -87,40 +88,12 @@ def create_rest_app(
     _add_state_routes(
         app, mesh_view, metrics, config.version, not_ready_reason or _engine_reason(engine)
     )
-    _describe_errors(app)
+    describe_answers(app)
     app.add_middleware(Edge, api_keys=config.api_keys, metrics=metrics)
     metrics.declare_endpoints(
         path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))
     )
     return app
-
-
-_ERROR_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-
-
-def _describe_errors(app: FastAPI) -> None:
-    """The schema says what errors look like: never FastAPI's own 422."""
-    error = {
-        "description": "What went wrong, in OpenAI's form.",
-        "content": {"application/json": {"schema": _ERROR_SCHEMA}},
-    }
-    for operations in app.openapi()["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            operation["responses"]["default"] = error
 
 
 def _engine_reason(engine: Engine) -> Callable[[], str | None]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -45,6 +46,34 @@ async def test_version_mesh_and_openapi(rest: Rest) -> None:
     chat = schema["components"]["schemas"]["ChatCompletionRequest"]
     assert {"messages", "temperature", "top_k", "stream", "logit_bias"} <= set(chat["properties"])
     assert "422" not in json.dumps(schema["paths"])
+
+
+async def test_answers_have_the_described_shape(rest: Rest) -> None:
+    paths = (await rest.http.get("/openapi.json")).json()["paths"]
+
+    def check(value: object, schema: dict[str, Any], where: str) -> None:
+        for name, inner in schema.get("properties", {}).items():
+            assert isinstance(value, dict) and name in value, f"{where}.{name} is missing"
+            check(value[name], inner, f"{where}.{name}")
+        for one in value if "items" in schema and isinstance(value, list) else ():
+            check(one, schema["items"], f"{where}[]")
+
+    requests = {
+        CHAT: BODY, "/v1/completions": {"prompt": "stop"}, "/tokenize": {"prompt": "stop"},
+        "/detokenize": {"tokens": [5]},
+    }  # fmt: skip
+    for path, operations in paths.items():
+        content = next(iter(operations.values()))["responses"]["200"]["content"]
+        if "application/json" not in content or path == "/v1/mesh":  # the test's own mesh
+            continue
+        real = path.replace("{name}", MODEL)
+        response = await (
+            rest.http.post(real, json=requests[path]) if path in requests else rest.http.get(real)
+        )
+        check(response.json(), content["application/json"]["schema"], path)
+    bad = await rest.http.post(CHAT, json={})
+    error = paths[CHAT]["post"]["responses"]["default"]
+    check(bad.json(), error["content"]["application/json"]["schema"], "error")
 
 
 async def test_tokenize_and_detokenize(rest: Rest) -> None:
