@@ -26,9 +26,6 @@ def _list(items: Schema) -> Schema:
 _USAGE = _object(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
 _FINISH: Schema = {"enum": ["stop", "length", "abort", None]}
 _LOGPROBS: Schema = {"type": ["object", "null"], "description": "OpenAI's, where asked for."}
-    "type": ["object", "null"],
-    "description": "In OpenAI's form, where asked for.",
-}
 _HEAD = {"id": TEXT, "object": TEXT, "created": COUNT, "model": TEXT}
 _MODEL = _object(id=TEXT, object=TEXT, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
 _RANK = _object(tp_rank=COUNT, device=TEXT, pid=COUNT, state=TEXT)
