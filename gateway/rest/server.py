@@ -23,11 +23,25 @@ KEEP_ALIVE_SECONDS = 75
 client is the one to close."""
 
 LISTEN_BACKLOG = 1024
+DATE_HEADER_SECONDS = 1.0
 CANCELLED_TASKS_SECONDS = 1.0
 """What is cancelled at the end of the grace gets this long to clean up."""
 
 
 class _Uvicorn(uvicorn.Server):
+    """Without uvicorn's own signals, and without its ten wake-ups a second."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def main_loop(self) -> None:
+        # Tick 0 renews the Date header, and says whether it is time to go.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), DATE_HEADER_SECONDS)
+                self.should_exit = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -86,15 +100,12 @@ class RestServer:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(1, round(grace_seconds)),
-            )
+            ),
+            stop,
         )
         listener, self._socket = self._socket, None
         try:
-            async with asyncio.TaskGroup() as group:
-                serving = group.create_task(server.serve(sockets=[listener]))
-                await stop.wait()
-                server.should_exit = True
-                await serving
+            await server.serve(sockets=[listener])
         finally:
             listener.close()
             await _end_requests(server)

@@ -67,25 +67,31 @@ class Oracle:
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.model.generation_config.eos_token_id = None  # the mesh is told to go on, too
+        self._known: dict[tuple[tuple[int, ...], ...], list[tuple[int, ...]]] = {}
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text)["input_ids"])
 
-    def continuation(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        if prompt not in self._known:
+    def continuations(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """What `generate` makes of each prompt, all in one batch (padded on the left)."""
+        wanted = tuple(prompts)
+        if wanted not in self._known:
+            longest = max(map(len, wanted))
+            ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in wanted])
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in wanted])
             with torch.inference_mode():
                 whole = self.model.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    ids,
+                    attention_mask=mask,
                     max_new_tokens=NUM_TOKENS,
                     min_new_tokens=NUM_TOKENS,
                     do_sample=False,
-                    eos_token_id=-1,
+                    eos_token_id=None,
                     pad_token_id=0,
                 )
-            self._known[prompt] = tuple(whole[0, len(prompt) :].tolist())
-        return self._known[prompt]
+            self._known[wanted] = [tuple(row) for row in whole[:, longest:].tolist()]
+        return self._known[wanted]
 
     def logits(self, answer: Answer) -> torch.Tensor:
         """Teacher forcing: [tokens, vocab], the logits from which each token was drawn."""
@@ -115,9 +121,9 @@ async def ask_all(mesh: MeshProcess, prompts: Sequence[tuple[int, ...]]) -> list
 
 def check(oracle: Oracle, answers: Sequence[Answer]) -> None:
     undecided = 0
-    for answer in answers:
+    continuations = oracle.continuations([answer.prompt for answer in answers])
+    for answer, expected in zip(answers, continuations, strict=True):
         assert len(answer.tokens) == len(answer.logprobs) == NUM_TOKENS
-        expected = oracle.continuation(answer.prompt)
         logits = oracle.logits(answer)
         agreed = NUM_TOKENS
         if answer.tokens != expected:
