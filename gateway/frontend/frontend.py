@@ -305,11 +305,15 @@ class Frontend:
                 "try again later",
                 retry_after_seconds=limits.RETRY_AFTER_SECONDS,
             )
+        future = asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)
         self._tokenizing += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)
-        finally:
-            self._tokenizing -= 1
+        future.add_done_callback(self._tokenized)
+        # A caller that leaves does not take its text out of the queue: its place counts
+        # until the thread is through with it, else leaving would be a way around the limit.
+        return await asyncio.shield(future)
+
+    def _tokenized(self, _: asyncio.Future[T]) -> None:
+        self._tokenizing -= 1
 
     def _draw_seed(self) -> int:
         return self._random.getrandbits(64)

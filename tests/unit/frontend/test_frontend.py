@@ -153,6 +153,27 @@ async def test_long_texts_queue_up_to_a_limit(
     assert len(await frontend.tokenize(TextPrompt(text))) == 100_000
 
 
+async def test_leaving_does_not_make_place_for_more(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PENDING_TOKENIZATIONS", 1)
+    text = "one " * 100_000
+    leaving = asyncio.ensure_future(frontend.tokenize(TextPrompt(text)))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    with pytest.raises(Saturated):
+        await frontend.tokenize(TextPrompt(text))
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await frontend.tokenize(TextPrompt(text))
+                break
+            except Saturated:
+                await asyncio.sleep(0.01)
+
+
 def test_model_names(frontend: Frontend) -> None:
     assert frontend.resolve_model(None) == frontend.resolve_model("") == "main"
     assert frontend.resolve_model("other") == "other"
