@@ -19,6 +19,7 @@ SERVE_EXTRAS := gateway,worker,convert
 SERVE_STAMP := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 
+.NOTPARALLEL:
 .PHONY: help serve install install-test model test test-system proto check-proto lint format types check-aarch64 bench clean
 
 help:
@@ -90,11 +91,13 @@ $(BIN)/python:
 # setuptools too comes from the pins. A stamp makes the second time instant.
 $(SERVE_STAMP): constraints.txt $(PROJECT_FILES) | $(BIN)/python
 	@echo "Installing Stagemesh [$(SERVE_EXTRAS)] into $(VENV) (some minutes the first time)"
-	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation -e ./stagemesh -e '.[$(SERVE_EXTRAS)]'
+	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation -e ./stagemesh -e '.[$(SERVE_EXTRAS)]'
 	@touch $@
 
-$(TEST_STAMP): $(SERVE_STAMP)
-	@echo "Installing what tests and checks need into $(VENV)"
-	$(PIP_INSTALL) --no-build-isolation -e ./stagemesh -e '.[$(SERVE_EXTRAS),dev]'
-	@touch $@
+# One installation for both: what tests need holds what serving needs.
+$(TEST_STAMP): constraints.txt $(PROJECT_FILES) | $(BIN)/python
+	@echo "Installing Stagemesh [$(SERVE_EXTRAS),dev] into $(VENV) (some minutes the first time)"
+	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation -e ./stagemesh -e '.[$(SERVE_EXTRAS),dev]'
+	@touch $(SERVE_STAMP) $@
