@@ -22,7 +22,6 @@ import uvloop
 from gateway.banner import banner
 from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduler import SchedulerLimits
-from gateway.engine.stream import RequestTimings
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
 from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
@@ -106,17 +105,6 @@ async def _main(config: ServeConfig, *, launch_workers: bool) -> None:
     await gateway.run(stop, launch_workers=launch_workers)
 
 
-class _QueueTimes:
-    """Tells the metrics how long each request has waited; the front doors count the rest."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def on_request_finished(self, timings: RequestTimings) -> None:
-        """See `EngineObserver`."""
-        self._metrics.queue_seconds.observe(timings.queue_seconds)
-
-
 class Gateway:
     """Everything in the gateway process, and the order in which it comes and goes."""
 
@@ -125,9 +113,7 @@ class Gateway:
         self._plan = plan
         self._assets = assets
         self._metrics = Metrics()
-        self._control = ControlService(
-            Membership(plan.shape, plan.placements, plan.fingerprint)
-        )
+        self._control = ControlService(Membership(plan.shape, plan.placements, plan.fingerprint))
         self._mesh = Mesh(plan, self._control, self._make_engine, self._metrics.observe_stage)
         self._metrics.watch_engine(self._mesh.stats)
         self._frontend = Frontend(
@@ -150,7 +136,7 @@ class Gateway:
             max_steps_in_flight=pipeline.num_stages,
         )
         return MeshEngine(
-            pipeline, self._assets.tokenizer.backend, EngineConfig(limits), _QueueTimes(self._metrics)
+            pipeline, self._assets.tokenizer.backend, EngineConfig(limits), self._metrics
         )
 
     async def run(self, stop: _StopRequest, *, launch_workers: bool) -> None:
@@ -220,9 +206,7 @@ class Gateway:
             await asyncio.sleep(DOOR_GRACE_SECONDS)
             raise failure from None
 
-    async def _announce(
-        self, inference_server: RpcServer, rest_port: int, grpc_port: int
-    ) -> None:
+    async def _announce(self, inference_server: RpcServer, rest_port: int, grpc_port: int) -> None:
         await self._mesh.ready_event.wait()
         await inference_server.set_serving(True)
         host = self._config.host

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from gateway.engine.engine import MeshEngine
 from gateway.engine.types import ChoiceDelta, EngineStats, GenerationRequest
-from gateway.mesh_view import MeshView, mesh_view
 from gateway.mesh_plan import MeshPlan
+from gateway.mesh_view import MeshView, mesh_view
 from gateway.pipeline.bring_up import LoadedMesh, Stage, form_groups, load
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.pipeline.stage_client import StageClient
@@ -30,6 +30,7 @@ FIRST_EPOCH = 1
 JOIN_TIMEOUT_SECONDS = 60.0
 PROGRESS_STEP_PERCENT = 25
 NOTHING_YET = EngineStats(0, 0, 0, 0, 0, 0)
+
 
 class Mesh:
     """All stages of one model, and the engine that drives them.

@@ -46,7 +46,9 @@ class PendingReceive:
             for work in self.works:
                 work.wait(self.timeout)
         except RuntimeError as error:
-            raise PeerLost(f"receiving from the stage before failed: {first_line(error)}") from error
+            raise PeerLost(
+                f"receiving from the stage before failed: {first_line(error)}"
+            ) from error
         return self.tensors
 
 

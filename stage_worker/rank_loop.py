@@ -132,9 +132,7 @@ class RankLoop:
                 case "stop":
                     return
 
-    def _guard(
-        self, action: Callable[[_T], None], item: _T, step_id: int | None = None
-    ) -> None:
+    def _guard(self, action: Callable[[_T], None], item: _T, step_id: int | None = None) -> None:
         """The edge of this process: any failure becomes an event with its cause."""
         try:
             action(item)
@@ -186,9 +184,7 @@ class RankLoop:
         self._last_step_id = 0
         self._failed = False
         self._emit(
-            rank_pb2.RankEvent(
-                group_formed=stage_worker_pb2.FormGroupResponse(epoch=request.epoch)
-            )
+            rank_pb2.RankEvent(group_formed=stage_worker_pb2.FormGroupResponse(epoch=request.epoch))
         )
 
     def _load(self, plan: stage_worker_pb2.StagePlan) -> None:
@@ -233,7 +229,7 @@ class RankLoop:
             )
         if step.step_id != self._last_step_id + 1:
             raise StagemeshError(
-                f"step {step.step_id} does not follow step {self._last_step_id}; nothing was applied"
+                f"step {step.step_id} does not follow step {self._last_step_id}; it was not applied"
             )
         prepared = self._runner.prepare(step)
         prepared_ns = time.monotonic_ns()

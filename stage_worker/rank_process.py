@@ -52,7 +52,6 @@ class RankProcess:
         self._hello: asyncio.Future[rank_pb2.RankHello] = asyncio.Future()
         self._reply: asyncio.Future[rank_pb2.RankEvent] | None = None
         self._on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None = None
-        self._heard_at = 0.0
         self._stopping = False
         self.state = stage_worker_pb2.COMPONENT_STATE_STARTING
         self.epoch = 0
@@ -95,18 +94,22 @@ class RankProcess:
             theirs.close()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._watch_heartbeat())
-                await self._read(reader)
-                watch.cancel()
+            async with asyncio.timeout(None) as silence:
+                await self._read(reader, silence)
+        except TimeoutError:
+            # It is there and does not run: stopped, or its interpreter lock is held.
+            how = f"has been silent for {FROZEN_AFTER_SECONDS:.0f} s"
+            self._fail(self._error("RANK_FROZEN", how))
+        else:
             await self._ended()
         finally:
             await self._kill()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, reader: asyncio.StreamReader, silence: asyncio.Timeout) -> None:
         loop = asyncio.get_running_loop()
         while (event := await ipc.read_event(reader)) is not None:
-            self._heard_at = loop.time()
+            # From the first event on there is a heartbeat.
+            silence.reschedule(loop.time() + FROZEN_AFTER_SECONDS)
             kind = event.WhichOneof("event")
             if kind == "result":
                 self.last_step_id = event.result.step_id
@@ -121,15 +124,6 @@ class RankProcess:
             elif kind in _REPLIES and self._reply is not None and not self._reply.done():
                 self._reply.set_result(event)
 
-    async def _watch_heartbeat(self) -> None:
-        """Notices a process that is there and does not run (SIGSTOP, a held interpreter lock)."""
-        loop = asyncio.get_running_loop()
-        await self.started()
-        while (silent := loop.time() - self._heard_at) < FROZEN_AFTER_SECONDS:
-            await asyncio.sleep(FROZEN_AFTER_SECONDS - silent)
-        self._fail(self._error("RANK_FROZEN", f"has been silent for {silent:.1f} s"))
-        await self._kill()
-
     async def _ended(self) -> None:
         """The socket is closed: the process is gone or about to be."""
         if self._process is None or self._stopping:
@@ -139,7 +133,9 @@ class RankProcess:
         except TimeoutError:
             how = "closed its socket and does not end"
         else:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            how = (
+                f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            )
         self._fail(self._error("RANK_DIED", how))
 
     def _error(self, reason: str, how: str) -> step_pb2.StageError:
@@ -168,7 +164,9 @@ class RankProcess:
             return await asyncio.wait_for(asyncio.shield(self._hello), START_TIMEOUT_SECONDS)
         except TimeoutError:
             raise StageFailed(
-                self._error("RANK_FAILED", f"did not start in {START_TIMEOUT_SECONDS:.0f} s").message
+                self._error(
+                    "RANK_FAILED", f"did not start in {START_TIMEOUT_SECONDS:.0f} s"
+                ).message
             ) from None
 
     async def open_store(self, request: stage_worker_pb2.OpenStoreRequest) -> str:
@@ -198,17 +196,19 @@ class RankProcess:
         self.state = stage_worker_pb2.COMPONENT_STATE_READY
         return event.loaded
 
-    async def _call(self, command: rank_pb2.RankCommand, timeout: float) -> rank_pb2.RankEvent:
+    async def _call(
+        self, command: rank_pb2.RankCommand, timeout_seconds: float
+    ) -> rank_pb2.RankEvent:
         await self.started()
         if self.state == stage_worker_pb2.COMPONENT_STATE_FAILED:
             raise StageFailed(self._error("RANK_FAILED", "has failed already").message)
         self._reply = asyncio.Future()
         self.send(ipc.encode(command))
         try:
-            return await asyncio.wait_for(self._reply, timeout)
+            return await asyncio.wait_for(self._reply, timeout_seconds)
         except TimeoutError:
             kind = command.WhichOneof("command")
-            error = self._error("RANK_FAILED", f"did not answer {kind} in {timeout:.0f} s")
+            error = self._error("RANK_FAILED", f"did not answer {kind} in {timeout_seconds:.0f} s")
             self._fail(error)
             raise StageFailed(error.message) from None
 

@@ -179,4 +179,3 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         """Lets the ranks finish what is queued, then leaves."""
         self.leave.set()
         return stage_worker_pb2.DrainResponse()
-

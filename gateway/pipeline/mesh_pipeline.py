@@ -132,7 +132,7 @@ class MeshPipeline:
         self.fail(failure)
 
     def fail(self, failure: StageFailed) -> None:
-        """Ends the pipeline; the first failure counts. Also called for a member that goes silent."""
+        """Ends the pipeline; the first failure counts. Also for one seen from outside."""
         if self._failure is None:
             self._failure = failure
             self._failed.set()

@@ -55,9 +55,7 @@ def test_the_mesh_shows_its_stages(mesh: MeshProcess) -> None:
 
 def test_the_sdk_and_grpc_health(mesh: MeshProcess) -> None:
     with Client(mesh.grpc_address) as client:
-        answer = client.generate(
-            messages=QUESTION, temperature=0, max_tokens=32
-        )
+        answer = client.generate(messages=QUESTION, temperature=0, max_tokens=32)
     assert "Paris" in answer.text
     with grpc.insecure_channel(mesh.grpc_address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -91,14 +89,14 @@ async def test_32_clients_with_mixed_lengths_get_what_each_gets_alone(mesh: Mesh
 async def test_a_client_that_goes_away_frees_its_blocks(mesh: MeshProcess) -> None:
     before = free_blocks(mesh)
     body = {"model": mesh.model_name, "prompt": "Count:", "max_tokens": 1000, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=mesh.url, timeout=30) as client:
-        async with client.stream(
-            "POST", "/v1/completions", json={**body, "stream": True}
-        ) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data:"):
-                    break
-            assert free_blocks(mesh) < before
+    async with (
+        httpx.AsyncClient(base_url=mesh.url, timeout=30) as client,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                break
+        assert free_blocks(mesh) < before
     wait_for(lambda: free_blocks(mesh) == before, 3.0, "freeing the blocks (stream)")
     async with AsyncClient(mesh.grpc_address) as client:
         stream = client.stream("Count:", max_tokens=1000, ignore_eos=True)
@@ -106,8 +104,9 @@ async def test_a_client_that_goes_away_frees_its_blocks(mesh: MeshProcess) -> No
             break
         await stream.aclose()
     wait_for(lambda: free_blocks(mesh) == before, 3.0, "freeing the blocks (gRPC)")
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=1.0)
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=1.0) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=body)
     wait_for(lambda: free_blocks(mesh) == before, 3.0, "freeing the blocks (whole answer)")
 
 

@@ -63,6 +63,8 @@ class Oracle:
 
     def __init__(self, path: Path) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        # More threads than free cores make each wait for the slowest.
+        torch.set_num_threads(1)
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
