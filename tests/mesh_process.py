@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -31,12 +31,14 @@ _BANNER = re.compile(r"serves (\S+) at (http://\S+) \(gRPC (\S+)\)")
 class MeshProcess:
     """One served mesh and all its processes."""
 
-    def __init__(self, model: Path | str, *flags: str, env: dict[str, str] | None = None) -> None:
-        self._command = [
+    def __init__(
+        self, model: Path | str, *flags: str, command: Sequence[str] | None = None
+    ) -> None:
+        """`command` starts a mesh in another way, and must print the same banner."""
+        self._command = command or [
             *(sys.executable, "-m", "services.cli", "serve", str(model)),
             *("--port", "0", "--grpc-port", "0", *flags),
         ]
-        self._env = {**os.environ, **(env or {})}
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
             prefix="stagemesh-test-", suffix=".log"
         )
@@ -56,7 +58,6 @@ class MeshProcess:
             stderr=self._log,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=self._env,
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
@@ -119,7 +120,8 @@ class MeshProcess:
 
     def _end(self) -> str:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            # To the group, as a terminal sends Ctrl-C.
+            os.killpg(self.process.pid, signal.SIGINT)
             try:
                 self.process.wait(CTRL_C_SECONDS)
             except subprocess.TimeoutExpired:
