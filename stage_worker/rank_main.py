@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from services.launch.process import die_with_parent
+from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
 from services.telemetry.logging import setup_logging
 from stage_worker.rank_arguments import RankArguments
 
@@ -26,6 +26,7 @@ def main() -> None:
     """Runs a rank until its worker stops it or goes away; does not return."""
     arguments = RankArguments.parse(sys.argv[1:])
     die_with_parent(arguments.parent_pid)
+    allow_late_timers(TIMER_SLACK_SECONDS)
     setup_logging(process=f"stage-{arguments.pp_rank}/rank-{arguments.tp_rank}")
     # Torch sizes its thread pool from this when it is imported, hence the late import.
     os.environ["OMP_NUM_THREADS"] = str(arguments.num_threads)

@@ -19,7 +19,7 @@ from services.config import StageWorkerConfig
 from services.control.client import ControlClient
 from services.errors import StagemeshError, failure_of
 from services.launch.devices import resolve_device, threads_per_rank
-from services.launch.process import die_with_parent
+from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
 from services.rpc.channel import create_channel
 from services.rpc.server import RpcServer, host_port
 from services.telemetry.logging import setup_logging
@@ -45,6 +45,8 @@ def run(config: StageWorkerConfig) -> int:
     if config.lifeline_fd is not None:
         # Were the launcher gone before this call, the lifeline would say so.
         die_with_parent(os.getppid())
+    # Nothing here is due to the millisecond, and gRPC's threads wake often for nothing.
+    allow_late_timers(TIMER_SLACK_SECONDS)
     stage = "?" if config.pp_rank is None else config.pp_rank
     setup_logging(process=f"stage-{stage}")
     code = 0

@@ -46,6 +46,7 @@ class MeshPipeline:
         self._results = asyncio.Queue[step_pb2.StepResult | StageFailed](MAX_UNREAD_RESULTS)
         self._failure: StageFailed | None = None
         self._failed = asyncio.Event()
+        self._sent = asyncio.Event()
         self._last_pp_rank = max(stage.placement.pp_rank for stage in self._stages)
         self._last_sent = 0
         self._progress = {stage.placement.pp_rank: 0 for stage in self._stages}
@@ -71,6 +72,7 @@ class MeshPipeline:
         if self._last_sent == self._progress[self._last_pp_rank]:
             self._moved_at = asyncio.get_running_loop().time()
         self._last_sent = step.step_id
+        self._sent.set()
 
     async def next_result(self) -> step_pb2.StepResult:
         """The last stage's next result. Raises `StageFailed` with the first cause."""
@@ -90,9 +92,12 @@ class MeshPipeline:
         """Notices a step that no stage moves any more, and names the stage that holds it."""
         loop = asyncio.get_running_loop()
         while self._failure is None:
+            await self._sent.wait()  # An idle mesh needs no watch.
             await asyncio.sleep(WATCH_INTERVAL_SECONDS)
             in_flight = self._last_sent > self._progress[self._last_pp_rank]
-            if in_flight and loop.time() - self._moved_at > STUCK_AFTER_SECONDS:
+            if not in_flight:
+                self._sent.clear()
+            elif loop.time() - self._moved_at > STUCK_AFTER_SECONDS:
                 pp_rank, done = min(self._progress.items(), key=lambda entry: (entry[1], entry[0]))
                 self.fail(
                     StageFailed(

@@ -7,7 +7,7 @@ import logging
 
 import grpc
 
-from services.control.membership import HEARTBEAT_INTERVAL_SECONDS, Membership
+from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
 from services.errors import JoinRefused, StageFailed
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
@@ -59,11 +59,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     async def watch(self) -> None:
         """Runs until a member goes silent, and then raises `StageFailed` naming it."""
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
-            for member in self.membership.silent(asyncio.get_running_loop().time()):
+            for member in self.membership.silent(loop.time()):
                 raise StageFailed(
                     f"the worker of stage {member.placement.pp_rank} ({member.address}, pid "
-                    f"{member.pid} on {member.node}) has been silent for more than 3 s: it is "
-                    "stopped, hung or cut off"
+                    f"{member.pid} on {member.node}) has been silent for more than "
+                    f"{MEMBER_TIMEOUT_SECONDS:.0f} s: it is stopped, hung or cut off"
                 )
+            # Nobody can be overdue earlier than that.
+            await asyncio.sleep(self.membership.next_deadline(loop.time()) - loop.time())
