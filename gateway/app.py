@@ -34,6 +34,7 @@ from services.control.membership import Membership
 from services.control.service import ControlService
 from services.errors import StagemeshError, failure_of
 from services.launch.local import LocalLauncher, LocalWorkers
+from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
 from services.models.resolve import resolve_model
 from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
@@ -68,6 +69,8 @@ def serve(config: ServeConfig) -> int:
 
 def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     setup_logging(process="gateway")
+    # The engine waits for events; its timers are deadlines of seconds.
+    allow_late_timers(TIMER_SLACK_SECONDS)
     failure: StagemeshError | None = None
     try:
         uvloop.run(_main(config, launch_workers=launch_workers))
