@@ -27,7 +27,7 @@ help:
 	@echo "make test          install what tests need and run them (no root)"
 	@echo "make test-system   tests that need root: network namespaces, Debian packages"
 	@echo "make lint types    ruff; mypy"
-	@echo "make proto         generate the stubs; make check-proto: drift and breaking changes"
+	@echo "make proto         generate the stubs; make check-proto: style, drift, breaking changes"
 	@echo "make check-aarch64 every extra resolves to aarch64 wheels"
 	@echo "make bench         benchmarks"
 	@echo "make clean         remove what was built (the model cache stays)"
@@ -54,6 +54,7 @@ proto: $(TEST_STAMP)
 	$(BIN)/python -m tools.protos generate
 
 check-proto: $(TEST_STAMP)
+	$(BIN)/python -m tools.protos lint
 	$(BIN)/python -m tools.protos drift
 	$(BIN)/python -m tools.protos breaking
 

@@ -34,6 +34,7 @@ from gateway.frontend.params import (
 from gateway.frontend.tokenizer import Tokenizer
 from services.config import ServeConfig
 from services.errors import InvalidRequest, ModelNotFound, Saturated
+from services.models.resolve import resolve_tokenizer
 from services.telemetry import Metrics
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ def load_assets(config: ServeConfig, model_path: Path) -> ModelAssets:
 
     Raises `ModelError` or `ConfigError`, naming file and flag.
     """
-    directory = Path(config.tokenizer) if config.tokenizer else model_path
+    directory = resolve_tokenizer(config.tokenizer) if config.tokenizer else model_path
     tokenizer = Tokenizer.from_directory(directory)
     source = template_source(directory, config.chat_template)
     return ModelAssets(

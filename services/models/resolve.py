@@ -46,6 +46,13 @@ def resolve_model(model: str) -> Path:
     return _hub_snapshot(model)
 
 
+def resolve_tokenizer(tokenizer: str) -> Path:
+    """The directory that holds tokenizer.json, for `--tokenizer`: a directory, which needs no
+    config.json, or whatever `resolve_model` knows. Raises `ModelError`."""
+    path = Path(tokenizer).expanduser()
+    return path.resolve() if path.is_dir() else resolve_model(tokenizer)
+
+
 def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.count("/") > 1
 

@@ -6,7 +6,6 @@ tensor parallelism runs in spawned processes over gloo.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,18 +236,3 @@ def test_tensor_parallel_stages_equal_transformers(tmp_path: Path) -> None:
             reference = Oracle(path)
             for job in jobs:
                 reference.check_greedy(job)
-
-
-DEMO_MODEL = Path(os.environ.get("STAGEMESH_DEMO_MODEL", "/nonexistent"))
-
-if (DEMO_MODEL / "config.json").is_file():  # the real model's layers, where it has been fetched
-
-    @pytest.mark.parametrize(
-        "partition", [(30,), (15, 15), (10, 10, 10)], ids=["pp1", "pp2", "pp3"]
-    )
-    def test_the_demo_model_answers_as_transformers_does(partition: tuple[int, ...]) -> None:
-        demo = Oracle(DEMO_MODEL)
-        jobs = [Job(prompt, 8) for prompt in random_prompts(2, demo.vocab_size, seed=5)]
-        run_jobs(StageChain(DEMO_MODEL, partition), jobs)
-        for job in jobs:
-            demo.check_greedy(job)

@@ -8,7 +8,7 @@ import pytest
 
 from services.errors import ModelError
 from services.models.cache import models_directory, write_marker
-from services.models.resolve import resolve_model
+from services.models.resolve import resolve_model, resolve_tokenizer
 
 NAME = "smollm2-135m-instruct"
 
@@ -63,3 +63,11 @@ def test_the_demo_model_before_and_after_it_is_fetched() -> None:
     assert f"run: stagemesh model fetch {NAME}" in refusal(NAME)
     write_marker(directory, "a test")
     assert resolve_model(NAME) == directory
+
+
+def test_a_tokenizer_is_a_directory_without_config_or_any_model(tmp_path: Path) -> None:
+    plain = tmp_path / "tokenizer"
+    plain.mkdir()
+    assert resolve_tokenizer(str(plain)) == plain
+    with pytest.raises(ModelError, match="model fetch"):
+        resolve_tokenizer(NAME)
