@@ -29,13 +29,13 @@ def render(name: str, plan: Plan, weights: WeightCheck) -> str:
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Three or four digits and a binary unit: "39.9 GiB", "512 B"."""
+    """At most one decimal and a binary unit: "39.9 GiB", "311 MiB", "512 B"."""
     value, unit = float(num_bytes), _UNITS[0]
     for larger in _UNITS[1:]:
         if value < 1000:
             break
         value, unit = value / 1024, larger
-    digits = 0 if unit == _UNITS[0] or value >= 999.5 else 1
+    digits = 0 if unit == _UNITS[0] or value >= 99.95 else 1
     return f"{value:.{digits}f} {unit}"
 
 
@@ -263,7 +263,7 @@ def _start(plan: Plan) -> str:
 
 
 def _recommended(found: Recommendation) -> str:
-    flags = found.flags or "one device, no flags"
+    flags = found.flags or "no flags"
     nodes = f" on {found.nnodes} nodes" if found.nnodes > 1 else ""
     return f"{flags} ({_count(found.devices, 'device')}{nodes}): {found.reason}"
 

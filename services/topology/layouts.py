@@ -115,6 +115,8 @@ def fitting_partition(
     facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand
 ) -> Layout | None:
     """The even cut where it fits, else the one that is even by memory where that fits."""
+    if demand.available_bytes is not None and not _may_fit(facts, tp_size, pp_size, demand):
+        return None
     even = Layout(tp_size, pp_size, even_partition(facts.num_hidden_layers, pp_size))
     if fits(facts, even, demand):
         return even
@@ -165,42 +167,49 @@ def memory_partition(
 ) -> tuple[int, ...]:
     """The cut that is most even by what a rank has to hold: weights, the KV cache of one
     sequence of the greatest length, and the last stage's logits."""
+    return _balanced(_memory_costs(facts, tp_size, pp_size, demand), pp_size)
+
+
+def _memory_costs(facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand) -> list[int]:
     kv_bytes = 0
     if demand.kv_cache_bytes is None:
         elements = kv_elements_per_token(facts, tp_size) * DTYPE_BYTES[demand.dtype]
         kv_bytes = demand.needed_blocks * demand.block_size * elements
-    ends = _end_costs(facts, tp_size, pp_size, demand.dtype)
-    last = ends[1] + logit_bytes(facts, demand.max_num_seqs)
-    return _partition(facts, tp_size, pp_size, demand.dtype, kv_bytes, (ends[0], last))
+    costs = [size + kv_bytes for size in layer_bytes(facts, tp_size, demand.dtype)]
+    first, last = _end_costs(facts, tp_size, pp_size, demand.dtype)
+    costs[0] += first
+    costs[-1] += last + logit_bytes(facts, demand.max_num_seqs)
+    return costs
+
+
+def _may_fit(facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand) -> bool:
+    """False where no cut can fit: a bound that is cheap, so that the search passes quickly
+    over everything that is far too large."""
+    limit = (demand.available_bytes or 0) - (demand.kv_cache_bytes or 0)
+    costs = _memory_costs(facts, tp_size, pp_size, demand)
+    return max(costs) <= limit and _stages_under(costs, limit) <= pp_size
 
 
 def step_partition(facts: ModelFacts, tp_size: int, pp_size: int, dtype: str) -> tuple[int, ...]:
     """The cut that is most even by the weights that a step reads: layers and LM head. Of the
     embedding only a few rows are looked up."""
-    _, last = _end_costs(facts, tp_size, pp_size, dtype)
-    return _partition(facts, tp_size, pp_size, dtype, 0, (0, last))
+    costs = list(layer_bytes(facts, tp_size, dtype))
+    costs[-1] += _end_costs(facts, tp_size, pp_size, dtype)[1]
+    return _balanced(costs, pp_size)
 
 
 def _end_costs(facts: ModelFacts, tp_size: int, pp_size: int, dtype: str) -> tuple[int, int]:
-    """Bytes that the first and the last of at least two stages hold beside their layers."""
+    """Bytes that the first and the last stage hold beside their layers; a single stage's are
+    all the first one's."""
     even = even_partition(facts.num_hidden_layers, pp_size)
     shape = MeshShape(1, tp_size, pp_size, even)
-    return sum(end_bytes(facts, shape, 0, dtype)), sum(end_bytes(facts, shape, pp_size - 1, dtype))
+    first = sum(end_bytes(facts, shape, 0, dtype))
+    return first, 0 if pp_size == 1 else sum(end_bytes(facts, shape, pp_size - 1, dtype))
 
 
-def _partition(
-    facts: ModelFacts,
-    tp_size: int,
-    pp_size: int,
-    dtype: str,
-    more_for_each_layer: int,
-    ends: tuple[int, int],
-) -> tuple[int, ...]:
-    if pp_size == 1 or facts.num_hidden_layers > MAX_BALANCED_LAYERS:
-        return even_partition(facts.num_hidden_layers, pp_size)
-    costs = [size + more_for_each_layer for size in layer_bytes(facts, tp_size, dtype)]
-    costs[0] += ends[0]
-    costs[-1] += ends[1]
+def _balanced(costs: Sequence[int], pp_size: int) -> tuple[int, ...]:
+    if pp_size == 1 or len(costs) > MAX_BALANCED_LAYERS:
+        return even_partition(len(costs), pp_size)
     return balanced_partition(costs, pp_size)
 
 
@@ -211,27 +220,34 @@ def balanced_partition(costs: Sequence[int], pp_size: int) -> tuple[int, ...]:
     `costs` has one entry for each layer; there must be at least `pp_size` of them.
     """
     limit = _least_maximum(costs, pp_size)
-    ends = [0, *accumulate(costs)]
+    sums = [0, *accumulate(costs)]
     num_layers = len(costs)
-    # best[j] is (sum of squares, cuts) of the first j layers in the stages placed so far.
-    best: list[tuple[int, tuple[int, ...]] | None] = [(0, ()), *[None] * num_layers]
+    # squares[end] is the least sum of squares of the first `end` layers in the stages placed
+    # so far; starts[stage][end] is where the last of those stages begins.
+    squares: list[int | None] = [0, *[None] * num_layers]
+    starts: list[list[int]] = []
     for _ in range(pp_size):
-        placed: list[tuple[int, tuple[int, ...]] | None] = [None] * (num_layers + 1)
+        placed: list[int | None] = [None] * (num_layers + 1)
+        begins = [0] * (num_layers + 1)
         for end in range(1, num_layers + 1):
             for start in range(end - 1, -1, -1):
-                cost = ends[end] - ends[start]
+                cost = sums[end] - sums[start]
                 if cost > limit:
                     break
-                before = best[start]
+                before = squares[start]
                 if before is None:
                     continue
-                squares = before[0] + cost * cost
                 known = placed[end]
-                if known is None or squares < known[0]:
-                    placed[end] = (squares, (*before[1], end - start))
-        best = placed
-    found = best[num_layers]
-    return even_partition(num_layers, pp_size) if found is None else found[1]
+                if known is None or before + cost * cost < known:
+                    placed[end], begins[end] = before + cost * cost, start
+        squares = placed
+        starts.append(begins)
+    partition = []
+    end = num_layers
+    for begins in reversed(starts):
+        partition.append(end - begins[end])
+        end = begins[end]
+    return tuple(reversed(partition))
 
 
 def _least_maximum(costs: Sequence[int], pp_size: int) -> int:

@@ -40,6 +40,8 @@ from services.topology.recommend import (
 )
 
 SCHEMA_VERSION = 1
+# Where nobody said how many devices a node has: what most servers for this work have.
+ASSUMED_NODE_SIZE = 8
 # A stage counts as heavier only where another cut takes this much off it.
 _WORTHWHILE_SHARE = 0.01
 
@@ -71,6 +73,7 @@ def make_plan(model: PlannedModel, settings: PlanSettings) -> Plan:
     memory_fits = False if False in rooms else None if None in rooms else True
     fits = memory_fits if layout.enough_devices else False
     devices = DeviceCount(layout.nnodes, layout.devices_per_node)
+    node_size = settings.devices_per_node or max(layout.devices_per_node, ASSUMED_NODE_SIZE)
     chosen = Layout(tp_size, pp_size, partition)
     return Plan(
         schema_version=SCHEMA_VERSION,
@@ -84,7 +87,7 @@ def make_plan(model: PlannedModel, settings: PlanSettings) -> Plan:
         fitting_partition=_fitting(facts, chosen, demand) if memory_fits is False else None,
         parallelism=parallelism_advice(facts, chosen, demand, devices, settings.concurrency),
         recommendation=recommend(facts, demand, devices),
-        smallest_fit=smallest_fit(facts, demand, devices) if fits is False else None,
+        smallest_fit=None if fits is not False else smallest_fit(facts, demand, node_size),
     )
 
 

@@ -101,14 +101,14 @@ def recommend(facts: ModelFacts, demand: Demand, devices: DeviceCount) -> Recomm
     return None
 
 
-def smallest_fit(facts: ModelFacts, demand: Demand, devices: DeviceCount) -> Recommendation | None:
-    """The fewest devices like these that hold the model, however many nodes that takes."""
-    layout = smallest_layout(facts, demand, devices.devices_per_node)
+def smallest_fit(facts: ModelFacts, demand: Demand, node_size: int) -> Recommendation | None:
+    """The fewest devices like these that hold the model, in as many nodes as that takes."""
+    layout = smallest_layout(facts, demand, node_size)
     if layout is None:
         return None
-    nodes = -(-layout.num_devices // devices.devices_per_node)
-    there = DeviceCount(max(nodes, devices.nnodes), devices.devices_per_node)
-    return _recommendation(facts, layout, there, "the fewest devices that hold the model")
+    nodes = -(-layout.num_devices // node_size)
+    reason = f"the fewest devices that hold the model, with up to {node_size} in a node"
+    return _recommendation(facts, layout, DeviceCount(nodes, node_size), reason)
 
 
 def parallelism_advice(

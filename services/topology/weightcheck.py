@@ -5,6 +5,7 @@ Reads safetensors headers, or the index's total where the files are not there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class WeightCheck:
     computed_bytes: int
     """What the model needs, in the checkpoint's element type."""
     not_loaded_bytes: int
-    """Layers for multi-token prediction, computed."""
+    """Layers for multi-token prediction: those in the checkpoint, or where that cannot be
+    read, those that the config promises."""
     checkpoint_bytes: int | None
     """All tensors of the checkpoint; None where that cannot be read."""
     equal: bool | None
@@ -38,41 +40,47 @@ class WeightCheck:
 
 def check_weight_bytes(path: Path, facts: ModelFacts) -> WeightCheck:
     """Compares the weights in the model directory, if there are any, with `facts`."""
+    computed = whole_model_bytes(facts)
+    extra = {spec.name: spec.num_bytes(facts.dtype) for spec in nextn_weights(facts)}
+    extra_bytes = sum(extra.values())
     index = path / INDEX_FILE
     single = (path / SINGLE_FILE).is_file()
-    computed = whole_model_bytes(facts)
-    nextn = sum(spec.num_bytes(facts.dtype) for spec in nextn_weights(facts))
-
-    def result(
-        source: str | None, stored: int | None, equal: bool | None, problem: str | None
-    ) -> WeightCheck:
-        return WeightCheck(source, computed, nextn, stored, equal, problem)
-
     if not single and not index.is_file():
-        return result(None, None, None, None)
+        return WeightCheck(None, computed, extra_bytes, None, None, None)
     if not single and not _any_file(index):
         total = _index_total(index)
         if total is None:
-            return result("index", None, None, f"{index.name} states no total size")
-        equal = total == computed + nextn
-        problem = None if equal else f"{index.name} says {total} bytes"
-        return result("index", total, equal, problem)
+            problem = f"{index.name} states no total size"
+            return WeightCheck("index", computed, extra_bytes, None, None, problem)
+        if total == computed:  # The config promises the extra layers, the checkpoint has none.
+            return WeightCheck("index", computed, 0, total, True, None)
+        equal = total == computed + extra_bytes
+        difference = None if equal else f"{index.name} says {total} bytes"
+        return WeightCheck("index", computed, extra_bytes, total, equal, difference)
     try:
         checkpoint = inspect_checkpoint(path)
     except ModelError as error:
-        return result("headers", None, None, error.message)
-    needed = {spec.name: spec.num_bytes(facts.dtype) for spec in model_weights(facts)}
+        return WeightCheck("headers", computed, extra_bytes, None, None, error.message)
     stored = {name: tensor.num_bytes for name, tensor in checkpoint.tensors.items()}
+    difference = _difference(facts, stored)
+    there = sum(size for name, size in extra.items() if name in stored)
+    return WeightCheck(
+        "headers", computed, there, checkpoint.weight_bytes, difference is None, difference
+    )
+
+
+def _difference(facts: ModelFacts, stored: Mapping[str, int]) -> str | None:
+    """The first tensor that is needed and is missing or of another size; None if there is none."""
+    needed = {spec.name: spec.num_bytes(facts.dtype) for spec in model_weights(facts)}
     wrong = [name for name, size in needed.items() if stored.get(name) != size]
-    problem = None
-    if wrong:
-        name = wrong[0]
-        found = f"{stored[name]} bytes" if name in stored else "missing"
-        problem = (
-            f"{len(wrong)} tensors differ, the first is {name}: "
-            f"computed {needed[name]} bytes, in the checkpoint {found}"
-        )
-    return result("headers", sum(stored.values()), not wrong, problem)
+    if not wrong:
+        return None
+    name = wrong[0]
+    found = f"{stored[name]} bytes" if name in stored else "missing"
+    return (
+        f"{len(wrong)} tensors differ, the first is {name}: "
+        f"computed {needed[name]} bytes, in the checkpoint {found}"
+    )
 
 
 def whole_model_bytes(facts: ModelFacts) -> int:

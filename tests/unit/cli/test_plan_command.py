@@ -85,6 +85,13 @@ def test_json_holds_exact_numbers(large: Path, capfd: pytest.CaptureFixture[str]
     assert {field.name for field in fields(Plan)} < set(plan)
 
 
+def test_help(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capfd, "--help")
+    assert code == 0
+    for flag in ("--device-memory-bytes", "--devices-per-node", "--concurrency", "--json", "-dp"):
+        assert flag in out
+
+
 def test_weights_that_are_there_are_compared(
     small: ModelDirectory, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +198,7 @@ def test_defaults_are_those_of_serve() -> None:
         (1000, "1.0 KiB"),
         (1 << 30, "1.0 GiB"),
         (int(39.86 * (1 << 30)), "39.9 GiB"),
+        (311 << 20, "311 MiB"),
         (1023 << 20, "1.0 GiB"),
         (5000 << 40, "5000 TiB"),
     ],

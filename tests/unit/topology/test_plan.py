@@ -136,6 +136,16 @@ def test_the_smallest_fit_is_the_smallest(large: PlannedModel) -> None:
             assert plan.fits is False and plan.fitting_partition is None
 
 
+def test_nodes_of_eight_are_assumed_where_nobody_said(large: PlannedModel) -> None:
+    found = make_plan(large, PlanSettings(device_memory_bytes=64 * GIB)).smallest_fit
+    assert found is not None and found.tensor_parallel_size > 1
+    assert "up to 8 in a node" in found.reason
+    alone = make_plan(
+        large, PlanSettings(device_memory_bytes=64 * GIB, devices_per_node=1)
+    ).smallest_fit
+    assert alone is not None and alone.tensor_parallel_size == 1
+
+
 def test_the_same_sizes_may_fit_with_another_partition(large: PlannedModel) -> None:
     plan = make_plan(large, replace(TWO_NODES, pp_layer_partition=(15, 46)))
     assert plan.fits is False
