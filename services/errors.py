@@ -13,9 +13,11 @@
     ├── RequestAborted            CANCELLED           499  request_aborted
     ├── ConfigError               INVALID_ARGUMENT    400  invalid_request_error
     │   ├── ModelError            INVALID_ARGUMENT    400  invalid_request_error
-    │   └── PartitionError        INVALID_ARGUMENT    400  invalid_request_error
-    └── JoinRefused               FAILED_PRECONDITION 400  invalid_request_error
-        └── FingerprintMismatch   FAILED_PRECONDITION 400  invalid_request_error
+    │   ├── PartitionError        INVALID_ARGUMENT    400  invalid_request_error
+    │   └── UsageError            INVALID_ARGUMENT    400  invalid_request_error
+    ├── JoinRefused               FAILED_PRECONDITION 400  invalid_request_error
+    │   └── FingerprintMismatch   FAILED_PRECONDITION 400  invalid_request_error
+    └── HeadLost                  INTERNAL            500  server_error
 
 A message says what happened, which field or stage, both values where two
 differ, and what to do. It never holds a stack trace or prompt text.
@@ -163,6 +165,12 @@ class PartitionError(ConfigError):
     reason = "PARTITION_ERROR"
 
 
+class UsageError(ConfigError):
+    """The command line, its YAML file or its environment is wrong: exit code 2."""
+
+    reason = "USAGE_ERROR"
+
+
 class JoinRefused(StagemeshError):
     """The head does not take this worker into the mesh."""
 
@@ -176,6 +184,12 @@ class FingerprintMismatch(JoinRefused):
     """Two sides differ in a fact that they must share; both values are named."""
 
     reason = "FINGERPRINT_MISMATCH"
+
+
+class HeadLost(StagemeshError):
+    """The head has not answered a worker for its time-out; the worker leaves."""
+
+    reason = "HEAD_LOST"
 
 
 def all_errors(root: type[StagemeshError] = StagemeshError) -> Iterator[type[StagemeshError]]:

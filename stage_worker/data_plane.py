@@ -20,11 +20,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from services.errors import StageFailed
 from services.rpc.addresses import interface_of, join_host_port
 from services.topology.facts import MeshShape
 from stagemesh.v1 import topology_pb2
 
-DEFAULT_STEP_TIMEOUT_SECONDS = 60.0
 STORE_BACKLOG = 1024
 
 
@@ -69,7 +69,8 @@ class DataPlane:
         self._host = host
         self._device = device
         self._timeout = timedelta(seconds=step_timeout_seconds)
-        self._opened: dist.TCPStore | None = None
+        self._opened: tuple[str, dist.TCPStore] | None = None
+        """The store that this rank has opened for the next epoch, by its address."""
         self._store: dist.TCPStore | None = None
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._previous: int | None = None
@@ -87,7 +88,7 @@ class DataPlane:
         listener.bind((self._host, 0))
         listener.listen(STORE_BACKLOG)
         port = listener.getsockname()[1]
-        self._opened = dist.TCPStore(
+        store = dist.TCPStore(
             self._host,
             port,
             is_master=True,
@@ -95,7 +96,9 @@ class DataPlane:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        return join_host_port(self._host, port)
+        address = join_host_port(self._host, port)
+        self._opened = (address, store)
+        return address
 
     def form(
         self,
@@ -109,22 +112,13 @@ class DataPlane:
         """Forms the epoch's groups; blocks until all ranks have met. Raises `PeerLost`."""
         self.leave()
         timeout = timedelta(seconds=timeout_seconds)
-        host, _, port = store_address.rpartition(":")
         interface = interface_of(self._host)
         if interface is not None:
             # Without it gloo listens on whatever the host name resolves to.
             os.environ["GLOO_SOCKET_IFNAME"] = interface
         rank = shape.global_rank(pp_rank, tp_rank)
         try:
-            # The rank that opened the store uses it; the others dial it.
-            store = self._opened or dist.TCPStore(
-                host.strip("[]"),
-                int(port),
-                is_master=False,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
-            self._opened, self._store = None, store
+            store = self._store = self._meet_at(store_address, timeout)
             dist.init_process_group(
                 self._backend,
                 store=dist.PrefixStore(f"epoch-{epoch}", store),
@@ -142,6 +136,16 @@ class DataPlane:
         self._previous = rank - shape.tp_size if pp_rank > 0 else None
         self._next = rank + shape.tp_size if pp_rank < last else None
 
+    def _meet_at(self, address: str, timeout: timedelta) -> dist.TCPStore:
+        """The rank that opened the store uses it; the others dial it."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == address:
+            return opened[1]
+        host, _, port = address.rpartition(":")
+        return dist.TCPStore(
+            host.strip("[]"), int(port), is_master=False, timeout=timeout, wait_for_workers=False
+        )
+
     def _form_tensor_parallel(
         self, shape: MeshShape, pp_rank: int, timeout: timedelta
     ) -> dist.ProcessGroup | None:
@@ -156,17 +160,25 @@ class DataPlane:
         return mine
 
     def post_receive(self, schema: topology_pb2.BoundarySchema, num_tokens: int) -> PendingReceive:
-        """Posts the receives of one step: per tensor [num_tokens, *trailing_shape]."""
+        """Posts the receives of one step: per tensor [num_tokens, *trailing_shape].
+
+        Raises `PeerLost`, and `StageFailed` where there is no memory for them.
+        """
         if self._previous is None or num_tokens == 0:
             return NOTHING
-        tensors = tuple(
-            torch.empty(
-                (num_tokens, *tensor.trailing_shape),
-                dtype=getattr(torch, tensor.dtype),
-                device=self._device,
+        try:
+            tensors = tuple(
+                torch.empty(
+                    (num_tokens, *tensor.trailing_shape),
+                    dtype=getattr(torch, tensor.dtype),
+                    device=self._device,
+                )
+                for tensor in schema.tensors
             )
-            for tensor in schema.tensors
-        )
+        except RuntimeError as error:  # which running out of memory is
+            raise StageFailed(
+                f"no memory to receive {num_tokens} tokens: {first_line(error)}"
+            ) from error
         try:
             works = tuple(self._receive(tensor) for tensor in tensors)
         except RuntimeError as error:

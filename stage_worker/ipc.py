@@ -11,11 +11,19 @@ import asyncio
 import socket
 import struct
 
+from google.protobuf.message import DecodeError
+
 from stagemesh.v1 import rank_pb2
 
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A step of 8,192 tokens with a full history takes well under 1 MB; more is a bug, not work."""
+
+
+_STEP_TAG = (rank_pb2.RankCommand.STEP_FIELD_NUMBER << 3) | 2
+"""Of a field that is a message."""
+_MAX_VARINT_BYTES = 5
+"""Lengths are below 2**35."""
 
 
 class FrameError(Exception):
@@ -35,13 +43,31 @@ def _checked_length(header: bytes) -> int:
     return int(length)
 
 
-def read_command(sock: socket.socket) -> rank_pb2.RankCommand | None:
-    """Blocks for the next command; None when the worker has closed its end."""
+def step_frame(request: bytes) -> bytes:
+    """The frame of a step, from a serialized `ExecuteRequest`.
+
+    `RankCommand.step` has the number of `ExecuteRequest.step`, so the bytes are those of
+    the command and nobody parses them on the way. Raises `FrameError` unless they are
+    that one field and nothing else: no other command can come in by this door.
+    """
+    size = shift = 0
+    for index, byte in enumerate(request[1 : 1 + _MAX_VARINT_BYTES], start=2):
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            if request[0] != _STEP_TAG or index + size != len(request):
+                break
+            return _LENGTH.pack(len(request)) + request
+    raise FrameError(f"a request of {len(request)} bytes is not one step")
+
+
+def read_frame(sock: socket.socket) -> bytes | None:
+    """Blocks for the body of the next frame; None when the other side has closed its end.
+
+    Raises `FrameError`, and `ConnectionError` where that end is broken.
+    """
     header = _read_exactly(sock, _LENGTH.size)
-    if header is None:
-        return None
-    body = _read_exactly(sock, _checked_length(header))
-    return None if body is None else rank_pb2.RankCommand.FromString(body)
+    return None if header is None else _read_exactly(sock, _checked_length(header))
 
 
 def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
@@ -55,10 +81,16 @@ def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
 
 
 async def read_event(reader: asyncio.StreamReader) -> rank_pb2.RankEvent | None:
-    """The rank's next event; None when the rank has closed its end or died."""
+    """The rank's next event; None when the rank has closed its end or died.
+
+    Raises `FrameError` for what is no event.
+    """
     try:
         header = await reader.readexactly(_LENGTH.size)
         body = await reader.readexactly(_checked_length(header))
     except (asyncio.IncompleteReadError, ConnectionResetError):
         return None
-    return rank_pb2.RankEvent.FromString(body)
+    try:
+        return rank_pb2.RankEvent.FromString(body)
+    except DecodeError:
+        raise FrameError(f"an event of {len(body)} bytes cannot be read") from None

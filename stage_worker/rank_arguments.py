@@ -6,6 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+STEP_TIMEOUT_SECONDS = 60.0
+"""Above any step's own time: a rank or neighbour stuck for longer is taken for hung. The one
+such number; a rank is given it as `RankArguments.step_timeout_seconds`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankArguments:
@@ -22,6 +26,7 @@ class RankArguments:
     pp_rank: int
     tp_rank: int
     step_timeout_seconds: float
+    """Of every wait for another rank inside a step."""
 
     def to_argv(self) -> list[str]:
         """Flags that `parse` turns back into this."""

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from services.errors import StagemeshError
+from google.protobuf.message import DecodeError
+
+from services.errors import StageFailed, StagemeshError
 from services.topology.checkpoint import inspect_checkpoint
 from services.topology.fingerprint import (
     build_fingerprint,
@@ -70,7 +72,9 @@ class RankLoop:
             self._device,
             arguments.step_timeout_seconds,
         )
-        self._tensor_parallel = TensorParallel(rank=arguments.tp_rank, size=1, group=None)
+        self._tensor_parallel = TensorParallel(
+            rank=arguments.tp_rank, timeout_seconds=arguments.step_timeout_seconds
+        )
         self._runner: StageRunner | None = None
         self._epoch = 0
         self._last_step_id = 0
@@ -80,22 +84,48 @@ class RankLoop:
     # On the reader thread.
 
     def read_commands(self) -> None:
-        """Takes commands off the socket until the worker closes it."""
-        while (command := ipc.read_command(self._sock)) is not None:
-            if command.WhichOneof("command") == "step":
-                self._queue.put(self._post(command.step))
-            else:
-                self._queue.put(command)
+        """Takes commands off the socket until the worker closes it.
+
+        Never raises: without a reader a rank would be deaf and still beat, so what
+        ends this is told to the worker, and the caller ends the process.
+        """
+        try:
+            while (data := ipc.read_frame(self._sock)) is not None:
+                self._take(data)
+        except ConnectionError:
+            log.warning("the stage worker is gone")
+        except Exception as error:
+            # The edge of this thread, as `_guard` is that of the main one.
+            log.exception("commands cannot be read any more")
+            self._fail(error, "RANK_FAILED", None)
+
+    def _take(self, data: bytes) -> None:
+        try:
+            command = rank_pb2.RankCommand.FromString(data)
+        except DecodeError:
+            # The next frame may be right, but a step is missing from now on.
+            error = StageFailed(f"a command of {len(data)} bytes cannot be read")
+            self._fail(error, error.reason, None)
+            return
+        if command.WhichOneof("command") == "step":
+            self._queue.put(self._post(command.step))
+        else:
+            self._queue.put(command)
 
     def _post(self, step: step_pb2.Step) -> QueuedStep:
         """Posts the step's receives before its turn comes, so that the sender never waits."""
         receive = NOTHING
-        if self._runner is not None and step.epoch == self._epoch and not self._failed:
+        runner = self._runner
+        if runner is not None and step.epoch == self._epoch and not self._failed:
             num_tokens = sum(len(row.token_ids) for row in step.rows)
             try:
-                receive = self._plane.post_receive(self._runner.boundary_in, num_tokens)
+                # A step of more tokens is refused in its turn; nothing is allocated for it.
+                if num_tokens <= runner.max_num_batched_tokens:
+                    receive = self._plane.post_receive(runner.boundary_in, num_tokens)
             except PeerLost as error:
                 self._fail(error, "PEER_LOST", step.step_id)
+            except StagemeshError as error:
+                self._fail(error, error.reason, step.step_id)
         return QueuedStep(step, receive)
 
     # On the heartbeat thread.
@@ -208,6 +238,9 @@ class RankLoop:
             report = self._runner.load(self._report_progress)
         else:
             report = self._runner.apply_plan(plan, self._report_progress)
+        # Both sides have fields that the other cannot know (see `fingerprint`), so a rank
+        # acknowledges a plan with the plan's digest, and only after `require_equal`.
+        report.fingerprint_digest = plan.fingerprint.digest
         self._step_done_ns = time.monotonic_ns()
         self._emit(rank_pb2.RankEvent(loaded=report))
 

@@ -35,9 +35,11 @@ def main() -> None:
     loop = RankLoop(arguments, socket.socket(fileno=arguments.fd))
 
     def read() -> None:
-        loop.read_commands()
-        # The main loop may wait for a neighbour and could not leave by itself.
-        os._exit(EXIT_WORKER_GONE)
+        try:
+            loop.read_commands()
+        finally:
+            # The main loop may wait for a neighbour and could not leave by itself.
+            os._exit(EXIT_WORKER_GONE)
 
     def beat() -> None:
         while True:

@@ -81,6 +81,11 @@ class StageRunner:
         self._slots = self._new_slots()
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        """Most query tokens of a step: one with more is refused."""
+        return self._plan.max_num_batched_tokens
+
+    @property
     def boundary_in(self) -> topology_pb2.BoundarySchema:
         """What must be received for every step; empty on the first stage."""
         return topology_pb2.BoundarySchema() if self._model.is_first else self._boundary()
@@ -100,7 +105,8 @@ class StageRunner:
         """Keeps what the rank has of the plan, loads what is missing, drops the rest.
 
         Sequences are forgotten. With `num_blocks` 0 the KV cache is left out and
-        the report says how many blocks are possible. Raises `ModelError`.
+        the report says how many blocks are possible. Its fingerprint is left to
+        whoever has compared it. Raises `ModelError`.
         """
         report = self._model.apply_plan(plan, on_progress)
         self._plan = plan

@@ -226,7 +226,6 @@ class StageModel:
             kv_block_bytes=block_bytes,
             possible_blocks=min(max(plan.num_blocks, budget // block_bytes), MAX_BLOCKS),
             num_blocks=plan.num_blocks,
-            fingerprint_digest=plan.fingerprint.digest,
         )
 
     def _check(self, plan: stage_worker_pb2.StagePlan) -> None:

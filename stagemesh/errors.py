@@ -13,9 +13,11 @@
     ├── RequestAborted            ended from outside, or the client is closed
     ├── ConfigError               a setting is wrong
     │   ├── ModelError
-    │   └── PartitionError
-    └── JoinRefused               between servers only
-        └── FingerprintMismatch
+    │   ├── PartitionError
+    │   └── UsageError            on the servers' command line only
+    ├── JoinRefused               between servers only
+    │   └── FingerprintMismatch
+    └── HeadLost                  between servers only
 
 The same tree as the servers have (`services.errors`), by name and reason; a
 test holds the two together.
@@ -131,6 +133,12 @@ class PartitionError(ConfigError):
     reason = "PARTITION_ERROR"
 
 
+class UsageError(ConfigError):
+    """A server's command line, its YAML file or its environment is wrong."""
+
+    reason = "USAGE_ERROR"
+
+
 class JoinRefused(StagemeshError):
     """A head does not take a worker into its mesh."""
 
@@ -141,6 +149,12 @@ class FingerprintMismatch(JoinRefused):
     """Two servers differ in a fact that they must share."""
 
     reason = "FINGERPRINT_MISMATCH"
+
+
+class HeadLost(StagemeshError):
+    """The head has not answered a worker for its time-out."""
+
+    reason = "HEAD_LOST"
 
 
 def all_errors(root: type[StagemeshError] = StagemeshError) -> Iterator[type[StagemeshError]]:

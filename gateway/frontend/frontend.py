@@ -12,24 +12,35 @@ import math
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from gateway.engine.types import ChoiceDelta, Engine, GenerationRequest
 from gateway.frontend import limits
-from gateway.frontend.chat_template import ChatTemplate, Message, template_source
+from gateway.frontend.chat_template import ChatTemplate, template_source
 from gateway.frontend.generation_defaults import GenerationDefaults, load_generation_defaults
+from gateway.frontend.meter import Meter
 from gateway.frontend.params import (
-    SamplingInput,
-    StopInput,
+    check_count,
     check_n,
     check_token_ids,
     prompt_too_long,
     resolve_sampling,
     resolve_stop,
+)
+from gateway.frontend.prompts import (
+    ChatPrompt,
+    FieldNames,
+    GenerationInput,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    content_chars,
+    text_chars,
 )
 from gateway.frontend.tokenizer import Tokenizer
 from services.config import ServeConfig
@@ -38,54 +49,6 @@ from services.models.resolve import resolve_tokenizer
 from services.telemetry import Metrics
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text, continued as it stands."""
-
-    text: str
-    add_special_tokens: bool = True
-    """Adds what a prompt of this model starts with."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation, rendered with the model's chat template."""
-
-    messages: tuple[Message, ...]
-    add_generation_prompt: bool = True
-    """Ends with the start of an assistant's turn."""
-    add_special_tokens: bool = False
-    """Templates write the special tokens themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Token ids."""
-
-    token_ids: tuple[int, ...]
-
-
-Prompt = TextPrompt | ChatPrompt | TokenPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class FieldNames:
-    """What a door calls the fields, for errors."""
-
-    prompt: str = "prompt"
-    max_tokens: str = "max_tokens"
-    logprobs: str = "logprobs"
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationInput:
-    """What a client asked for, apart from the prompt."""
-
-    sampling: SamplingInput = field(default_factory=SamplingInput)
-    stop: StopInput = field(default_factory=StopInput)
-    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +129,11 @@ class Frontend:
             if not prompt.token_ids:
                 raise InvalidRequest(f"'{param}' is empty", param=param)
             check_token_ids(param, prompt.token_ids, self.vocab_size)
-            return prompt.token_ids
+            return tuple(prompt.token_ids)
         if isinstance(prompt, ChatPrompt):
-            size = sum(len(message.content) for message in prompt.messages)
-            return await self._off_loop(size, lambda: self._encode_chat(prompt, param))
+            return await self._off_loop(
+                text_chars(prompt), lambda: self._encode_chat(prompt, param)
+            )
         if not prompt.text:
             raise InvalidRequest(f"'{param}' is empty", param=param)
         return await self._off_loop(
@@ -181,8 +145,41 @@ class Frontend:
             ),
         )
 
+    async def tokenize_alone(
+        self, prompt: TextPrompt | ChatPrompt, names: FieldNames
+    ) -> tuple[int, ...]:
+        """`tokenize` for its own sake: no context length bounds the text, so a limit does."""
+        chars = text_chars(prompt)
+        if chars > limits.MAX_TOKENIZE_CHARS:
+            raise InvalidRequest(
+                f"'{names.prompt}' has {chars} characters; at most {limits.MAX_TOKENIZE_CHARS} "
+                "are tokenized in one call",
+                param=names.prompt,
+            )
+        return await self.tokenize(prompt, names)
+
+    async def token_strs(self, token_ids: Sequence[int], param: str) -> list[str]:
+        """Text of each id; `param` names the field that asked for it."""
+        if len(token_ids) > limits.MAX_TOKEN_STRS:
+            raise InvalidRequest(
+                f"'{param}' works for at most {limits.MAX_TOKEN_STRS} tokens; these are "
+                f"{len(token_ids)}",
+                param=param,
+            )
+        texts: dict[int, str] = {}
+        # In slices, so that other callers of the tokenizer's thread get their turn.
+        distinct = list(set(token_ids))
+        for start in range(0, len(distinct), limits.INLINE_TEXT_CHARS):
+            part = distinct[start : start + limits.INLINE_TEXT_CHARS]
+            texts |= await self._off_loop(len(distinct), partial(self._texts_of, part))
+        return [texts[token_id] for token_id in token_ids]
+
+    def _texts_of(self, token_ids: Iterable[int]) -> dict[int, str]:
+        return {token_id: self.tokenizer.token_text(token_id) for token_id in token_ids}
+
     async def detokenize(self, token_ids: Sequence[int], param: str = "tokens") -> str:
         """Text of ids, special tokens included."""
+        check_count(param, len(token_ids), limits.MAX_DETOKENIZE_IDS)
         check_token_ids(param, token_ids, self.vocab_size)
         return await self._off_loop(len(token_ids), lambda: self.tokenizer.decode(token_ids))
 
@@ -243,8 +240,7 @@ class Frontend:
             )
         self._running += 1
         try:
-            self.metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-            meter = _Meter(self.metrics)
+            meter = Meter(self.metrics, len(request.prompt_token_ids))
             deltas = self.engine.generate(request)
             try:
                 async for delta in deltas:
@@ -255,11 +251,6 @@ class Frontend:
                     await deltas.aclose()
         finally:
             self._running -= 1
-
-    @property
-    def running_requests(self) -> int:
-        """Generations that are running or queued, over all doors."""
-        return self._running
 
     def _encode_chat(self, prompt: ChatPrompt, param: str) -> tuple[int, ...]:
         if self.chat_template is None:
@@ -285,11 +276,7 @@ class Frontend:
             if len(prompt.token_ids) >= self.max_model_len:
                 raise prompt_too_long(str(len(prompt.token_ids)), self.max_model_len, param)
             return
-        chars = (
-            len(prompt.text)
-            if isinstance(prompt, TextPrompt)
-            else sum(len(message.content) for message in prompt.messages)
-        )
+        chars = content_chars(prompt)
         longest = self.tokenizer.longest_piece_chars
         if longest is not None and chars > self.max_model_len * longest:
             raise prompt_too_long(
@@ -318,29 +305,6 @@ class Frontend:
 
     def _draw_seed(self) -> int:
         return self._random.getrandbits(64)
-
-
-class _Meter:
-    """Token counts and latencies of one request."""
-
-    __slots__ = ("_last_delivery", "_metrics", "_started")
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._started = time.monotonic()
-        self._last_delivery: dict[int, float] = {}
-
-    def count(self, delta: ChoiceDelta) -> None:
-        if not delta.token_ids:
-            return
-        now = time.monotonic()
-        self._metrics.generation_tokens.inc(len(delta.token_ids))
-        before = self._last_delivery.get(delta.choice_index)
-        if before is not None:
-            self._metrics.inter_token_seconds.observe(now - before)
-        elif not self._last_delivery:
-            self._metrics.time_to_first_token_seconds.observe(now - self._started)
-        self._last_delivery[delta.choice_index] = now
 
 
 def output_length(delta: ChoiceDelta) -> int:

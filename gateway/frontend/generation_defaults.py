@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.frontend import limits
 from gateway.frontend.model_files import read_json
 from services.errors import ConfigError, ModelError
+from services.ranges import as_float32
 
 AUTO = "auto"
 NONE = "none"
@@ -60,11 +62,17 @@ def load_generation_defaults(model_path: Path, generation_config: str = AUTO) ->
         eos_token_ids |= _eos_ids(values, path)
     top_k = _number(values, "top_k", path, low=0.0)
     return GenerationDefaults(
-        temperature=_number(values, "temperature", path, low=0.0),
+        temperature=_number(values, "temperature", path, low=0.0, high=limits.MAX_TEMPERATURE),
         top_p=_number(values, "top_p", path, above=0.0, high=1.0),
         top_k=None if top_k is None else int(top_k),
         min_p=_number(values, "min_p", path, low=0.0, high=1.0),
-        repetition_penalty=_number(values, "repetition_penalty", path, above=0.0),
+        repetition_penalty=_number(
+            values,
+            "repetition_penalty",
+            path,
+            low=limits.MIN_REPETITION_PENALTY,
+            high=limits.MAX_REPETITION_PENALTY,
+        ),
         eos_token_ids=eos_token_ids,
     )
 
@@ -97,7 +105,8 @@ def _number(
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
+        # The stages get 32 bits: what counts is the value that they see.
+        number = as_float32(value)
         if math.isfinite(number) and low <= number <= high and number > above:
-            return number
+            return float(value)
     raise ModelError(f"{path}: {name} is {value!r}, which is no number in its range")

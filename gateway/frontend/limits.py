@@ -8,6 +8,7 @@ field, the value and the limit; nothing is cut in silence.
 
 from __future__ import annotations
 
+from services.ranges import MAX_SEED as MAX_SEED
 from services.rpc import INFERENCE_MAX_REQUEST_BYTES
 
 MAX_BODY_BYTES = INFERENCE_MAX_REQUEST_BYTES
@@ -28,6 +29,16 @@ MAX_PENDING_TOKENIZATIONS = 64
 INLINE_TEXT_CHARS = 4096
 """Longer texts are tokenized in a thread of their own: about 1 ms on the event loop."""
 
+MAX_TOKENIZE_CHARS = 2 * 1024 * 1024
+"""Of a text, or of a conversation's texts together, for /tokenize and Tokenize. Prompts that
+are continued have the context length as their limit."""
+
+MAX_TOKEN_STRS = 256 * 1024
+"""Ids that /tokenize and Tokenize give as text one by one."""
+
+MAX_DETOKENIZE_IDS = 1024 * 1024
+"""Ids of one /detokenize or Detokenize call."""
+
 MAX_REQUEST_SECONDS = 3600.0
 """Deadline of a request whose client sets none."""
 
@@ -46,6 +57,9 @@ MAX_CHOICES_PER_REQUEST = 128
 MAX_MESSAGES = 2048
 """Messages of one conversation."""
 
+MAX_CONTENT_PARTS = 1024
+"""Text parts of one message."""
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 """Each generated piece is compared with each of them."""
@@ -63,7 +77,9 @@ MAX_TEMPERATURE = 2.0
 PENALTY_BOUND = 2.0
 """presence_penalty and frequency_penalty are within -2 and 2."""
 
-MAX_SEED = 2**64 - 1
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+"""Logits are divided by it: a value near 0 makes them infinite, and no token can be drawn."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where it is absent, as OpenAI has it. Chat and gRPC

@@ -14,6 +14,7 @@ from gateway.engine.types import SamplingParams, StopConditions
 from gateway.frontend import limits
 from gateway.frontend.generation_defaults import GenerationDefaults
 from services.errors import ContextTooLong, InvalidRequest
+from services.ranges import as_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ def _in_range(
     above: float = -math.inf,
     high: float = math.inf,
 ) -> None:
-    if math.isfinite(value) and low <= value <= high and value > above:
+    # The stages get 32 bits: what counts is the value that they see.
+    seen = as_float32(value) if isinstance(value, float) else value
+    if math.isfinite(value) and low <= seen <= high and seen > above:
         return
     if above != -math.inf:
         rule = f"above {above:g}" + (f" and at most {high:g}" if high != math.inf else "")
@@ -75,7 +78,8 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
             )
 
 
-def _check_count(name: str, count: int, most: int) -> None:
+def check_count(name: str, count: int, most: int) -> None:
+    """Raises where a list of the request is too long."""
     if count > most:
         raise InvalidRequest(f"'{name}' has {count} entries; at most {most} work", param=name)
 
@@ -105,7 +109,12 @@ def resolve_sampling(
     bound = limits.PENALTY_BOUND
     _in_range("presence_penalty", presence_penalty, low=-bound, high=bound)
     _in_range("frequency_penalty", frequency_penalty, low=-bound, high=bound)
-    _in_range("repetition_penalty", repetition_penalty, above=0.0)
+    _in_range(
+        "repetition_penalty",
+        repetition_penalty,
+        low=limits.MIN_REPETITION_PENALTY,
+        high=limits.MAX_REPETITION_PENALTY,
+    )
     seed = draw_seed() if asked.seed is None else asked.seed
     if not 0 <= seed <= limits.MAX_SEED:
         raise InvalidRequest(
@@ -135,7 +144,7 @@ def _first(asked: float | None, default: float | None, neutral: float) -> float:
 
 
 def _checked_logit_bias(logit_bias: Mapping[int, float], vocab_size: int) -> dict[int, float]:
-    _check_count("logit_bias", len(logit_bias), limits.MAX_LOGIT_BIAS_ENTRIES)
+    check_count("logit_bias", len(logit_bias), limits.MAX_LOGIT_BIAS_ENTRIES)
     for token_id, bias in logit_bias.items():
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
@@ -166,7 +175,7 @@ def resolve_stop(
 
     Raises `ContextTooLong` with both numbers where prompt and output do not fit.
     """
-    _check_count("stop", len(asked.stop), limits.MAX_STOP_STRINGS)
+    check_count("stop", len(asked.stop), limits.MAX_STOP_STRINGS)
     for index, text in enumerate(asked.stop):
         if not 1 <= len(text) <= limits.MAX_STOP_STRING_CHARS:
             raise InvalidRequest(
@@ -174,7 +183,7 @@ def resolve_stop(
                 f"{limits.MAX_STOP_STRING_CHARS} work",
                 param="stop",
             )
-    _check_count("stop_token_ids", len(asked.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
+    check_count("stop_token_ids", len(asked.stop_token_ids), limits.MAX_STOP_TOKEN_IDS)
     check_token_ids("stop_token_ids", asked.stop_token_ids, vocab_size)
     stop_token_ids = frozenset(asked.stop_token_ids)
     return StopConditions(

@@ -8,6 +8,7 @@ Knows nothing of requests.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from gateway.frontend.model_files import read_json
 from services.errors import InvalidRequest, ModelError
+
+# One thread tokenizes (`gateway.frontend.frontend`); the library's own pool would take the
+# cores from the event loop, and warns in every process that is forked after its first use.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -88,12 +93,19 @@ class Tokenizer:
                 "no valid Unicode text",
                 param=param,
             ) from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` holds the interpreter's lock while it works, so that even
+        # from a thread of its own it would stop the event loop for seconds.
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids; ids above the tokenizer's vocabulary give nothing."""
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # A batch of one, as in `encode`.
+        batch = self.backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(batch[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that one token stands for; may be part of a character."""

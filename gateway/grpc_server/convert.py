@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gateway.engine.types import ChoiceDelta, FinishReason, TokenLogprob
-from gateway.frontend import limits
 from gateway.frontend.chat_template import Message
-from gateway.frontend.frontend import (
+from gateway.frontend.frontend import output_length
+from gateway.frontend.params import SamplingInput, StopInput, check_n
+from gateway.frontend.prompts import (
+    ROLES,
     ChatPrompt,
     FieldNames,
     GenerationInput,
     Prompt,
     TextPrompt,
     TokenPrompt,
-    output_length,
+    check_message_count,
+    template_role,
 )
-from gateway.frontend.params import SamplingInput, StopInput, check_n
 from services.errors import InvalidRequest
 from stagemesh.v1 import inference_pb2, step_pb2
 
 T = TypeVar("T")
-
-ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
-_TEMPLATE_ROLES = {"developer": "system"}
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -54,11 +53,13 @@ def prompt_of(request: inference_pb2.GenerateRequest) -> Prompt:
     if which == "chat":
         return ChatPrompt(_messages(request.chat))
     if which == "tokens":
-        return TokenPrompt(tuple(request.tokens.token_ids))
+        return TokenPrompt(request.tokens.token_ids)
     raise InvalidRequest("the request has no prompt: set text, chat or tokens", param="prompt")
 
 
-def tokenize_prompt_of(request: inference_pb2.TokenizeRequest) -> tuple[Prompt, FieldNames]:
+def tokenize_prompt_of(
+    request: inference_pb2.TokenizeRequest,
+) -> tuple[TextPrompt | ChatPrompt, FieldNames]:
     """The prompt to tokenize; raises `InvalidRequest` where there is none."""
     names = FieldNames(prompt=_prompt_field(request))
     special = request.add_special_tokens if request.HasField("add_special_tokens") else None
@@ -71,13 +72,7 @@ def tokenize_prompt_of(request: inference_pb2.TokenizeRequest) -> tuple[Prompt, 
 
 
 def _messages(chat: inference_pb2.ChatPrompt) -> tuple[Message, ...]:
-    if not chat.messages:
-        raise InvalidRequest("'messages' is empty", param="messages")
-    if len(chat.messages) > limits.MAX_MESSAGES:
-        raise InvalidRequest(
-            f"'messages' has {len(chat.messages)} entries; at most {limits.MAX_MESSAGES} work",
-            param="messages",
-        )
+    check_message_count(len(chat.messages))
     for index, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise InvalidRequest(
@@ -85,8 +80,7 @@ def _messages(chat: inference_pb2.ChatPrompt) -> tuple[Message, ...]:
                 param=f"messages[{index}].role",
             )
     return tuple(
-        Message(role=_TEMPLATE_ROLES.get(one.role, one.role), content=one.content)
-        for one in chat.messages
+        Message(role=template_role(one.role), content=one.content) for one in chat.messages
     )
 
 
@@ -96,6 +90,7 @@ def _given(value: T, present: bool) -> T | None:
 
 def input_of(request: inference_pb2.GenerateRequest) -> GenerationInput:
     """Everything but the prompt."""
+    # Lists go on as they are: their lengths are checked before anything is done with them.
     sampling, stop = request.sampling, request.stop
     has = sampling.HasField
     return GenerationInput(
@@ -108,13 +103,13 @@ def input_of(request: inference_pb2.GenerateRequest) -> GenerationInput:
             presence_penalty=_given(sampling.presence_penalty, has("presence_penalty")),
             frequency_penalty=_given(sampling.frequency_penalty, has("frequency_penalty")),
             repetition_penalty=_given(sampling.repetition_penalty, has("repetition_penalty")),
-            logit_bias=dict(sampling.logit_bias),
+            logit_bias=sampling.logit_bias,
             num_logprobs=_given(sampling.num_logprobs, has("num_logprobs")),
         ),
         stop=StopInput(
             max_tokens=_given(stop.max_tokens, stop.HasField("max_tokens")),
-            stop=tuple(stop.stop),
-            stop_token_ids=tuple(stop.stop_token_ids),
+            stop=stop.stop,
+            stop_token_ids=stop.stop_token_ids,
             ignore_eos=stop.ignore_eos,
         ),
         n=check_n(request.n or 1),

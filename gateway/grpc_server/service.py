@@ -74,7 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._frontend.resolve_model(request.model)
             prompt, names = convert.tokenize_prompt_of(request)
             return inference_pb2.TokenizeResponse(
-                token_ids=await self._frontend.tokenize(prompt, names),
+                token_ids=await self._frontend.tokenize_alone(prompt, names),
                 max_model_len=self._frontend.max_model_len,
             )
 

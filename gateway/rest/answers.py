@@ -111,9 +111,11 @@ class Answer(ABC):
         return orjson.dumps(body)
 
     def _finish(self, delta: ChoiceDelta) -> bytes:
+        # As with vLLM, stop_reason stands beside it on the choice's last chunk.
         if delta.finish_reason is None:
             return NULL
-        return b'"' + delta.finish_reason.value.encode() + b'"'
+        reason = b'"' + delta.finish_reason.value.encode() + b'"'
+        return reason + b',"stop_reason":' + orjson.dumps(delta.stop_reason)
 
     @abstractmethod
     def first_event(self, choice_index: int) -> bytes:

@@ -14,15 +14,8 @@ from starlette.responses import Response
 
 from gateway.engine.types import Engine
 from gateway.frontend import limits
-from gateway.frontend.frontend import (
-    ChatPrompt,
-    FieldNames,
-    Frontend,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    new_request_id,
-)
+from gateway.frontend.frontend import Frontend, new_request_id
+from gateway.frontend.prompts import ChatPrompt, FieldNames, Prompt, TextPrompt, TokenPrompt
 from gateway.rest import requests
 from gateway.rest.answers import ChatAnswer, CompletionAnswer
 from gateway.rest.edge import RECORD_KEY, Edge
@@ -189,10 +182,10 @@ def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
         """Token ids of a prompt or a conversation."""
         frontend.resolve_model(body.model)
         prompt, names = requests.tokenize_prompt(body)
-        token_ids = await frontend.tokenize(prompt, names)
+        token_ids = await frontend.tokenize_alone(prompt, names)
         texts = None
         if body.return_token_strs:
-            texts = [frontend.tokenizer.token_text(token_id) for token_id in token_ids]
+            texts = await frontend.token_strs(token_ids, "return_token_strs")
         return _Json(
             {
                 "count": len(token_ids),

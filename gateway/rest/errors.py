@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.frontend import limits
-from gateway.rest.schemas import UNSUPPORTED
+from gateway.rest.schemas import UNKNOWN, UNSUPPORTED
 from services.errors import BodyTooLarge, InvalidRequest, NotAuthenticated, StagemeshError
 
 CUSTOM_TYPES = frozenset(
     ("stop_type", "prompt_type", "content_type", "content_part",
-     "logit_bias_type", "logit_bias_key", "logit_bias_value")
+     "logit_bias_type", "logit_bias_key", "logit_bias_value", "too_many")
 )  # fmt: skip
 
 
@@ -104,6 +104,9 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     if kind == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", "it cannot be parsed")
         return InvalidRequest(f"the body is not valid JSON: {reason}")
+    if kind == UNKNOWN:
+        path = field_path([*location, first["ctx"]["param"]])
+        return InvalidRequest(f"unknown parameter '{path}'", param=path)
     if not location and kind != UNSUPPORTED:
         if kind == "missing" or first.get("input") in (None, b"", ""):
             return InvalidRequest("the body is missing; send a JSON object")
@@ -115,8 +118,6 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         return InvalidRequest(first["msg"], param=param)
     if kind == "missing":
         return InvalidRequest(f"'{path}' is required", param=path)
-    if kind == "extra_forbidden":
-        return InvalidRequest(f"unknown parameter '{path}'", param=path)
     if kind in CUSTOM_TYPES:
         return InvalidRequest(f"'{path}' {first['msg']}", param=path)
     text = str(first["msg"]).removeprefix("Input should be ")
@@ -131,7 +132,7 @@ def field_path(location: Sequence[str | int]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            path += f".{part}" if path else _printable(str(part))
+            path += ("." if path else "") + _printable(str(part))
     return path
 
 

@@ -8,15 +8,17 @@ from typing import Any
 
 from gateway.frontend import limits
 from gateway.frontend.chat_template import Message
-from gateway.frontend.frontend import (
+from gateway.frontend.params import SamplingInput, StopInput, check_n
+from gateway.frontend.prompts import (
     ChatPrompt,
     FieldNames,
     GenerationInput,
     Prompt,
     TextPrompt,
     TokenPrompt,
+    check_message_count,
+    template_role,
 )
-from gateway.frontend.params import SamplingInput, StopInput, check_n
 from gateway.rest.schemas import (
     ChatCompletionRequest,
     ChatMessageBody,
@@ -26,22 +28,13 @@ from gateway.rest.schemas import (
 )
 from services.errors import InvalidRequest
 
-# Templates of open models know "system" and not OpenAI's newer name for it.
-_TEMPLATE_ROLES = {"developer": "system"}
-
 
 def chat_messages(bodies: Sequence[ChatMessageBody]) -> tuple[Message, ...]:
     """The turns as the template sees them."""
-    if not bodies:
-        raise InvalidRequest("'messages' is empty", param="messages")
-    if len(bodies) > limits.MAX_MESSAGES:
-        raise InvalidRequest(
-            f"'messages' has {len(bodies)} entries; at most {limits.MAX_MESSAGES} work",
-            param="messages",
-        )
+    check_message_count(len(bodies))
     return tuple(
         Message(
-            role=_TEMPLATE_ROLES.get(body.role, body.role),
+            role=template_role(body.role),
             content=body.content,
             name=body.name,
             tool_call_id=body.tool_call_id,
@@ -120,18 +113,13 @@ def include_usage(body: SamplingBody) -> bool:
 
 
 def completion_prompts(prompt: Any, n: int) -> list[Prompt]:
-    """The prompts of a completions body, whose types are checked already."""
+    """The prompts of a completions body, whose types and number are checked already."""
     if isinstance(prompt, str):
         return [TextPrompt(prompt)]
     if not prompt:
         raise InvalidRequest("'prompt' is empty", param="prompt")
     if isinstance(prompt[0], int):
-        return [TokenPrompt(tuple(prompt))]
-    if len(prompt) > limits.MAX_PROMPTS_PER_REQUEST:
-        raise InvalidRequest(
-            f"'prompt' has {len(prompt)} prompts; at most {limits.MAX_PROMPTS_PER_REQUEST} work",
-            param="prompt",
-        )
+        return [TokenPrompt(prompt)]
     if len(prompt) * n > limits.MAX_CHOICES_PER_REQUEST:
         raise InvalidRequest(
             f"{len(prompt)} prompts with 'n' {n} are {len(prompt) * n} choices; at most "
@@ -140,7 +128,7 @@ def completion_prompts(prompt: Any, n: int) -> list[Prompt]:
         )
     if isinstance(prompt[0], str):
         return [TextPrompt(text) for text in prompt]
-    return [TokenPrompt(tuple(token_ids)) for token_ids in prompt]
+    return [TokenPrompt(token_ids) for token_ids in prompt]
 
 
 def with_next_seed(asked: GenerationInput, index: int) -> GenerationInput:
@@ -152,7 +140,7 @@ def with_next_seed(asked: GenerationInput, index: int) -> GenerationInput:
     return replace(asked, sampling=replace(asked.sampling, seed=(seed + index) & limits.MAX_SEED))
 
 
-def tokenize_prompt(body: TokenizeRequest) -> tuple[Prompt, FieldNames]:
+def tokenize_prompt(body: TokenizeRequest) -> tuple[TextPrompt | ChatPrompt, FieldNames]:
     """What /tokenize is to tokenize."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")

@@ -9,13 +9,28 @@ refused by name, unless their value asks for nothing.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Sized
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from gateway.frontend import limits
+from gateway.frontend.prompts import Role
 
 UNSUPPORTED = "unsupported_parameter"
 """Type of the validation error for a known field that cannot be honoured."""
+
+UNKNOWN = "unknown_parameter"
+"""Type of the validation error for a field that nobody knows."""
 
 # Field -> values that ask for nothing. None (JSON null) always does.
 _NEUTRAL_COMMON: dict[str, tuple[object, ...]] = {
@@ -59,9 +74,14 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _drop_neutral(values: Any, neutral: dict[str, tuple[object, ...]]) -> Any:
+def _drop_neutral(values: Any, neutral: dict[str, tuple[object, ...]], known: Iterable[str]) -> Any:
     if not isinstance(values, dict):
         return values
+    # The first one only: pydantic would make an error of each, and a body may hold a million.
+    allowed = {*known, *neutral, *_WITHOUT_EFFECT}
+    unknown = next((name for name in values if name not in allowed), None)
+    if unknown is not None:
+        raise PydanticCustomError(UNKNOWN, "unknown parameter", {"param": unknown})
     for name, harmless in neutral.items():
         value = values.get(name)
         if value is None or any(type(value) is type(one) and value == one for one in harmless):
@@ -75,25 +95,52 @@ def _drop_neutral(values: Any, neutral: dict[str, tuple[object, ...]]) -> Any:
     }
 
 
+# Lengths are looked at before elements: a list may be a whole body long, and what is done
+# with each of its elements is done on the event loop.
+
+
+def _check_length(values: Sized, most: int) -> None:
+    if len(values) > most:
+        raise PydanticCustomError(
+            "too_many", "has {count} entries; at most {most} work",
+            {"count": len(values), "most": most},
+        )  # fmt: skip
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """A list's length, checked before its elements."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list):
+            _check_length(value, most)
+        return value
+
+    return BeforeValidator(check)
+
+
 def _is_id_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int for one in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _is_text_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is str for one in value)
+    return isinstance(value, list) and set(map(type, value)) <= {str}
 
 
 def _check_stop(value: Any) -> Any:
+    if isinstance(value, list):
+        _check_length(value, limits.MAX_STOP_STRINGS)
     if value is None or isinstance(value, str) or _is_text_list(value):
         return value
     raise PydanticCustomError("stop_type", "must be a string or a list of strings")
 
 
 def _check_prompt(value: Any) -> Any:
-    if isinstance(value, str) or _is_text_list(value) or _is_id_list(value):
+    if isinstance(value, str) or _is_id_list(value):
         return value
-    if isinstance(value, list) and all(_is_id_list(one) for one in value):
-        return value
+    if isinstance(value, list):
+        _check_length(value, limits.MAX_PROMPTS_PER_REQUEST)
+        if _is_text_list(value) or all(map(_is_id_list, value)):
+            return value
     raise PydanticCustomError(
         "prompt_type",
         "must be a string, a list of strings, a list of token ids or a list of such lists",
@@ -106,6 +153,7 @@ def _check_content(value: Any) -> Any:
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("content_type", "must be a string or a list of text parts")
+    _check_length(value, limits.MAX_CONTENT_PARTS)
     texts: list[str] = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -128,6 +176,7 @@ def _check_logit_bias(value: Any) -> Any:
         return None
     if not isinstance(value, dict):
         raise PydanticCustomError("logit_bias_type", "must be an object of token ids to numbers")
+    _check_length(value, limits.MAX_LOGIT_BIAS_ENTRIES)
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
@@ -168,6 +217,7 @@ LogitBias = Annotated[
     BeforeValidator(_check_logit_bias),
     WithJsonSchema({"anyOf": [_BIASES, {"type": "null"}]}),
 ]
+StopIds = Annotated[list[int] | None, FailFast(), _at_most(limits.MAX_STOP_TOKEN_IDS)]
 
 
 class Body(BaseModel):
@@ -179,7 +229,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, values: Any) -> Any:
-        return _drop_neutral(values, cls.neutral) if cls.neutral else values
+        return _drop_neutral(values, cls.neutral, cls.model_fields)
 
 
 class StreamOptions(Body):
@@ -204,7 +254,7 @@ class SamplingBody(Body):
     max_tokens: int | None = Field(None, description="Most tokens to generate.")
     n: int | None = Field(None, description="Choices for each prompt.")
     stop: Stop = Field(None, description="Texts that end a choice; not part of the output.")
-    stop_token_ids: list[int] | None = Field(None, description="Token ids that end a choice.")
+    stop_token_ids: StopIds = Field(None, description="Token ids that end a choice.")
     ignore_eos: bool | None = Field(None, description="Goes on past the end-of-sequence ids.")
     stream: bool | None = Field(None, description="Server-sent events instead of one answer.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
@@ -214,7 +264,7 @@ class SamplingBody(Body):
 class ChatMessageBody(Body):
     """One turn."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Content
     name: str | None = None
     tool_call_id: str | None = None
@@ -230,7 +280,9 @@ class ChatMessageBody(Body):
 class ChatCompletionRequest(SamplingBody):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessageBody] = Field(description="At least one turn.")
+    messages: Annotated[list[ChatMessageBody], FailFast(), _at_most(limits.MAX_MESSAGES)] = Field(
+        description="At least one turn."
+    )
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Reports the tokens' log probabilities.")
     top_logprobs: int | None = Field(None, description="Alternatives to report; 0 to 20.")
@@ -251,7 +303,9 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessageBody] | None = None
+    messages: Annotated[list[ChatMessageBody] | None, FailFast(), _at_most(limits.MAX_MESSAGES)] = (
+        None
+    )
     add_special_tokens: bool | None = Field(
         None, description="Absent means true for a prompt and false for messages."
     )
@@ -269,4 +323,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast(), _at_most(limits.MAX_DETOKENIZE_IDS)]

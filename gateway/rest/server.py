@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.errors import ConfigError
+from services.rpc.addresses import join_host_port
 from services.rpc.server import check_address
 
 KEEP_ALIVE_SECONDS = 75
@@ -76,8 +77,8 @@ class RestServer:
         except OSError as error:
             listener.close()
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another "
-                f"with {flag} (0 takes a free port)",
+                f"cannot listen on {join_host_port(host, port)}: {error.strerror or error}; choose "
+                f"another with {flag} (0 takes a free port)",
                 param=flag,
             ) from error
         listener.setblocking(False)

@@ -5,13 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from services.errors import ConfigError
-
-
-class UsageError(ConfigError):
-    """The command line, its YAML file or its environment is wrong: exit code 2."""
-
-    reason = "USAGE_ERROR"
+from services.errors import UsageError as UsageError
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,12 +12,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from services.ranges import MAX_PORT, MAX_SEED
+
 Raw = str | int | float | bool | Sequence[str | int | float]
 """A string from the command line, or a scalar or list from YAML."""
 Parser = Callable[[Raw], object]
 
-MAX_PORT = 65535
-MAX_SEED = 2**64 - 1
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")

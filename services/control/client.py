@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import grpc
 
-from services.errors import JoinRefused, StagemeshError
+from services.errors import HeadLost as HeadLost
+from services.errors import JoinRefused
 from services.rpc.errors import error_from_rpc
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_worker_pb2
 
@@ -16,12 +17,6 @@ log = logging.getLogger("stagemesh.control")
 
 RETRY_SECONDS = 0.2
 CALL_TIMEOUT_SECONDS = 3.0
-
-
-class HeadLost(StagemeshError):
-    """The head has not answered for its time-out; the worker leaves."""
-
-    reason = "HEAD_LOST"
 
 
 class ControlClient:

@@ -3,7 +3,6 @@ typed errors, health and reflection."""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
 import grpc
@@ -11,6 +10,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.errors import ConfigError
+from services.ranges import MAX_PORT
+from services.rpc.addresses import join_host_port
 from services.rpc.errors import ErrorInterceptor
 from services.rpc.settings import (
     MessageLimits,
@@ -22,16 +23,7 @@ from services.rpc.settings import (
 OVERALL_HEALTH = ""
 """Health's name for the server as a whole."""
 
-MAX_PORT = 65535
-
-
-def host_port(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 address."""
-    try:
-        is_v6 = ipaddress.ip_address(host).version == 6
-    except ValueError:
-        is_v6 = False
-    return f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+host_port = join_host_port
 
 
 def check_address(host: str, port: int, flag: str) -> None:
@@ -56,7 +48,7 @@ def bind(
     Raises `ConfigError` naming address and `flag` where the address cannot be had.
     """
     check_address(host, port, flag)
-    address = host_port(host, port)
+    address = join_host_port(host, port)
     try:
         if tls is None:
             return int(server.add_insecure_port(address))
@@ -121,7 +113,3 @@ class RpcServer:
         """Refuses new calls at once, lets running ones go on for the grace, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self.grpc_server.stop(grace_seconds)
-
-    async def wait_for_termination(self) -> None:
-        """Returns after `stop` is done."""
-        await self.grpc_server.wait_for_termination()

@@ -108,7 +108,9 @@ class Metrics:
             registry=self.registry,
         )
         self.prompt_tokens = Counter(
-            "stagemesh_prompt_tokens", "Tokens of accepted prompts.", registry=self.registry
+            "stagemesh_prompt_tokens",
+            "Tokens of prompts whose answers have begun.",
+            registry=self.registry,
         )
         self.generation_tokens = Counter(
             "stagemesh_generation_tokens", "Tokens generated.", registry=self.registry

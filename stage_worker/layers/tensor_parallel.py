@@ -14,9 +14,7 @@ from torch import Tensor
 
 from services.errors import StageFailed
 from stage_worker.data_plane import PeerLost, first_line
-
-DEFAULT_TIMEOUT_SECONDS = 60.0
-"""Above any step's own time: a rank stuck for longer is taken for hung."""
+from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS
 
 
 class TensorParallel:
@@ -32,7 +30,7 @@ class TensorParallel:
         rank: int = 0,
         size: int = 1,
         group: dist.ProcessGroup | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        timeout_seconds: float = STEP_TIMEOUT_SECONDS,
     ) -> None:
         self.rank = rank
         self.size = size

@@ -9,18 +9,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("open_store", "form_group", "load", "step", "stop")
+    __slots__ = ("step", "open_store", "form_group", "load", "stop")
+    STEP_FIELD_NUMBER: _ClassVar[int]
     OPEN_STORE_FIELD_NUMBER: _ClassVar[int]
     FORM_GROUP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    step: _step_pb2.Step
     open_store: _stage_worker_pb2.OpenStoreRequest
     form_group: _stage_worker_pb2.FormGroupRequest
     load: _stage_worker_pb2.StagePlan
-    step: _step_pb2.Step
     stop: RankStop
-    def __init__(self, open_store: _Optional[_Union[_stage_worker_pb2.OpenStoreRequest, _Mapping]] = ..., form_group: _Optional[_Union[_stage_worker_pb2.FormGroupRequest, _Mapping]] = ..., load: _Optional[_Union[_stage_worker_pb2.StagePlan, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., stop: _Optional[_Union[RankStop, _Mapping]] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., open_store: _Optional[_Union[_stage_worker_pb2.OpenStoreRequest, _Mapping]] = ..., form_group: _Optional[_Union[_stage_worker_pb2.FormGroupRequest, _Mapping]] = ..., load: _Optional[_Union[_stage_worker_pb2.StagePlan, _Mapping]] = ..., stop: _Optional[_Union[RankStop, _Mapping]] = ...) -> None: ...
 
 class RankStop(_message.Message):
     __slots__ = ()

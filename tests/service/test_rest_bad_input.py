@@ -135,6 +135,10 @@ BAD_BODIES: list[tuple[tuple[str, Any], int, str | None]] = [
     (chat(frequency_penalty=-2.1), 400, "frequency_penalty"),
     (chat(repetition_penalty=0), 400, "repetition_penalty"),
     (chat(repetition_penalty=INFINITY), 400, "repetition_penalty"),
+    (chat(repetition_penalty=1e-38), 400, "repetition_penalty"),
+    (chat(repetition_penalty=1e-320), 400, "repetition_penalty"),
+    (chat(repetition_penalty=1e300), 400, "repetition_penalty"),
+    (chat(top_p=1e-320), 400, "top_p"),
     (chat(seed=-1), 400, "seed"),
     (chat(seed=2**64), 400, "seed"),
     (chat(n=0), 400, "n"),
@@ -173,6 +177,14 @@ BAD_BODIES: list[tuple[tuple[str, Any], int, str | None]] = [
     ((DETOKENIZE, {"tokens": [-1]}), 400, "tokens"),
     ((DETOKENIZE, {"tokens": "1"}), 400, "tokens"),
     ((DETOKENIZE, {"tokens": ["1"]}), 400, "tokens[0]"),
+    ((DETOKENIZE, {"tokens": ["a"] * 400_000}), 400, "tokens[0]"),
+    ((DETOKENIZE, {"tokens": [1] * 1_048_577}), 400, "tokens"),
+    ((TOKENIZE, {"prompt": "x" * 2_097_153}), 400, "prompt"),
+    ((TOKENIZE, {"messages": [{"role": "user", "content": "x", "name": "y" * 2_097_153}]}), 400,
+     "messages"),
+    ((TOKENIZE, {"prompt": "\x00" * 262_145, "return_token_strs": True}), 400,
+     "return_token_strs"),
+    (chat(messages=[1] * 200_000), 400, "messages"),
 ]  # fmt: skip
 
 ERROR_KEYS = {"message", "type", "param", "code"}

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+import contextlib
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from gateway.engine.types import ChoiceDelta, EngineStats, FinishReason, GenerationRequest
 from gateway.frontend import limits
 from gateway.frontend.chat_template import Message
 from gateway.frontend.frontend import (
-    ChatPrompt,
     Frontend,
-    GenerationInput,
     ModelAssets,
-    TextPrompt,
-    TokenPrompt,
     check_request_id,
     new_request_id,
     output_length,
 )
 from gateway.frontend.generation_defaults import GenerationDefaults
+from gateway.frontend.prompts import (
+    ChatPrompt,
+    FieldNames,
+    GenerationInput,
+    TextPrompt,
+    TokenPrompt,
+)
 from gateway.frontend.tokenizer import Tokenizer
 from services.errors import ContextTooLong, InvalidRequest, ModelNotFound, Saturated
 from services.telemetry import Metrics
@@ -51,16 +57,23 @@ class OneTokenEngine:
             self.closed += 1
 
 
-def make(engine: OneTokenEngine, seed: int | None = None) -> Frontend:
-    backend = Backend(models.WordLevel(WORDS, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+def make(
+    engine: OneTokenEngine,
+    seed: int | None = None,
+    *,
+    backend: Backend | None = None,
+    vocab_size: int = 10,
+) -> Frontend:
+    if backend is None:
+        backend = Backend(models.WordLevel(WORDS, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
     assets = ModelAssets(Tokenizer(backend), None, GenerationDefaults(temperature=0.5))
     return Frontend(
         engine,
         assets,
         model_names=("main", "other"),
         max_model_len=8,
-        vocab_size=10,
+        vocab_size=vocab_size,
         metrics=Metrics(),
         seed=seed,
     )
@@ -135,7 +148,7 @@ async def test_closing_reaches_the_engine_and_frees_the_place(
         await anext(frontend.generate(request))
     assert caught.value.retry_after_seconds
     await running.aclose()
-    assert engine.closed == 1 and frontend.running_requests == 0
+    assert engine.closed == 1
     again = frontend.generate(request)
     await anext(again)
     await again.aclose()
@@ -151,6 +164,104 @@ async def test_long_texts_queue_up_to_a_limit(
     )
     assert [type(one) for one in results].count(Saturated) == 1
     assert len(await frontend.tokenize(TextPrompt(text))) == 100_000
+
+
+def byte_level() -> Backend:
+    """Every byte is a token: the most ids and the most work for a text."""
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(alphabet, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+async def longest_pause(work: Awaitable[object]) -> tuple[float, float]:
+    """Seconds that the event loop stood still at most while `work` went on, and that it took."""
+    worst, begun = 0.0, time.monotonic()
+    task = asyncio.ensure_future(work)
+    before = begun
+    while not task.done():
+        await asyncio.sleep(0.005)
+        now = time.monotonic()
+        worst, before = max(worst, now - before), now
+    await task
+    return worst, time.monotonic() - begun
+
+
+async def test_two_megabytes_do_not_stop_the_event_loop(engine: OneTokenEngine) -> None:
+    frontend = make(engine, backend=byte_level(), vocab_size=256)
+    text = "one two three " * 150_000
+    assert len(text) > 2_000_000
+    names = FieldNames()
+    pause, seconds = await longest_pause(frontend.tokenize_alone(TextPrompt(text), names))
+    assert pause < seconds / 3, f"stopped for {pause:.2f} s of {seconds:.2f} s"
+    frontend.close()
+
+
+async def test_a_text_for_its_ids_alone_has_a_limit(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_TOKENIZE_CHARS", 10)
+    names = FieldNames(prompt="text")
+    assert await frontend.tokenize_alone(TextPrompt("one two 10"), names)
+    with pytest.raises(InvalidRequest, match=r"'text' has 11 characters; at most 10"):
+        await frontend.tokenize_alone(TextPrompt("one two 101"), names)
+    for message in (Message("user", "a" * 11), Message("user", "a", name="a" * 10)):
+        with pytest.raises(InvalidRequest, match="11 characters"):
+            await frontend.tokenize_alone(ChatPrompt((message,)), names)
+
+
+async def test_texts_of_many_tokens_come_from_the_tokenizers_thread(
+    engine: OneTokenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {"<unk>": 0} | {f"word{i}": i for i in range(1, 10_000)}
+    backend = Backend(models.WordLevel(words, unk_token="<unk>"))
+    frontend = make(engine, backend=backend, vocab_size=10_000)
+    threads: set[str] = set()
+    token_text = Tokenizer.token_text
+
+    def noting(tokenizer: Tokenizer, token_id: int) -> str:
+        threads.add(threading.current_thread().name)
+        return token_text(tokenizer, token_id)
+
+    monkeypatch.setattr(Tokenizer, "token_text", noting)
+    ids = [*range(10_000), 5, 5]
+    texts = await frontend.token_strs(ids, "return_token_strs")
+    assert texts == ["<unk>", *(f"word{i}" for i in range(1, 10_000)), "word5", "word5"]
+    assert threads and all(name.startswith("tokenizer") for name in threads)
+    monkeypatch.setattr(limits, "MAX_TOKEN_STRS", 10_001)
+    with pytest.raises(InvalidRequest, match=r"'return_token_strs'.*10001.*10002"):
+        await frontend.token_strs(ids, "return_token_strs")
+    frontend.close()
+
+
+async def test_detokenizing_has_a_limit(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_DETOKENIZE_IDS", 3)
+    assert await frontend.detokenize([1, 2, 3])
+    with pytest.raises(InvalidRequest, match="'tokens' has 4 entries; at most 3"):
+        await frontend.detokenize([1, 2, 3, 1])
+
+
+class RefusingEngine(OneTokenEngine):
+    """Is full."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        raise Saturated("full")
+        yield ChoiceDelta(0, "", ())
+
+
+async def test_prompt_tokens_are_counted_when_the_engine_takes_them() -> None:
+    for engine, expected in ((RefusingEngine(), 0.0), (OneTokenEngine(), 3.0)):
+        frontend = make(engine)
+        deltas = frontend.generate(await prepare(frontend, TextPrompt("one two three")))
+        with contextlib.suppress(Saturated):
+            await anext(deltas)
+        await deltas.aclose()
+        counted = frontend.metrics.registry.get_sample_value("stagemesh_prompt_tokens_total")
+        assert counted == expected
+        frontend.close()
 
 
 async def test_leaving_does_not_make_place_for_more(

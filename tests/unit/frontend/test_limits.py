@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,19 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
     found = constants(module)
     assert found
     assert documented(section) == found
+
+
+def test_what_stands_elsewhere_is_right_too() -> None:
+    text = next(
+        p for p in DOCUMENT.read_text().split("\n## ") if p.startswith("Inside the gateway")
+    )
+    rows = re.findall(r"^\| `([A-Z_]+)` \(`([a-z_/]+)\.py`\) \| ([0-9.]+) \|", text, re.MULTILINE)
+    assert {"DEFAULT_MAX_WAITING", "MERGE_QUEUE_SIZE", "SLOW_READER_SECONDS", "DRAIN_BYTES"} <= {
+        name for name, _, _ in rows
+    }
+    for name, path, value in rows:
+        module = importlib.import_module(path.replace("/", "."))
+        assert getattr(module, name) == float(value), name
 
 
 def test_client_and_server_agree_on_sizes() -> None:

@@ -19,6 +19,7 @@ from gateway.frontend.params import (
     resolve_stop,
 )
 from services.errors import ContextTooLong, InvalidRequest, StagemeshError
+from services.ranges import as_float32
 
 VOCAB = 100
 NO_DEFAULTS = GenerationDefaults()
@@ -60,7 +61,21 @@ def test_any_float_is_taken_or_refused_by_name(name: str, value: float) -> None:
     except InvalidRequest as error:
         assert error.param == name and name in error.message
     else:
-        assert math.isfinite(getattr(resolved, name))
+        # The stages get 32 bits, and divide by some of these.
+        seen = as_float32(getattr(resolved, name))
+        assert math.isfinite(seen)
+        assert name not in ("top_p", "repetition_penalty") or seen > 0
+
+
+@pytest.mark.parametrize("value", [1e-320, 1e-38, 0.0, 0.0099, 100.1, 1e300])
+def test_a_repetition_penalty_that_breaks_logits_is_refused(value: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"repetition_penalty.*between 0\.01 and 100"):
+        sampling(SamplingInput(repetition_penalty=value))
+
+
+def test_a_number_that_vanishes_in_32_bits_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"top_p.*above 0"):
+        sampling(SamplingInput(top_p=1e-320))
 
 
 @given(

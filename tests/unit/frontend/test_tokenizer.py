@@ -57,6 +57,19 @@ def test_bytes_of_tokens_make_up_the_text(backend: Backend, text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("backend", [byte_level(), byte_fallback()], ids=["bytes", "fallback"])
+def test_ids_and_text_are_those_of_the_library(backend: Backend, special: bool) -> None:
+    tokenizer = Tokenizer(backend)
+    for text in [*TEXTS, "", " ".join(TEXTS) * 10]:
+        ids = backend.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, add_special_tokens=special) == ids
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == backend.decode(
+                ids, skip_special_tokens=skip
+            )
+
+
 def test_part_of_a_character_and_unknown_ids() -> None:
     tokenizer = Tokenizer(byte_level())
     first = tokenizer.encode("é", add_special_tokens=False)[0]

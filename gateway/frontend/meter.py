@@ -1,0 +1,38 @@
+"""Token counts and latencies of one request, from its deltas."""
+
+from __future__ import annotations
+
+import time
+
+from gateway.engine.types import ChoiceDelta
+from services.telemetry import Metrics
+
+
+class Meter:
+    """Made when the engine is asked; `count` is called with each delta."""
+
+    __slots__ = ("_accepted", "_last_delivery", "_metrics", "_prompt_tokens", "_started")
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._started = time.monotonic()
+        self._accepted = False
+        self._last_delivery: dict[int, float] = {}
+
+    def count(self, delta: ChoiceDelta) -> None:
+        """Adds what is new."""
+        if not self._accepted:
+            # The engine refuses a request when its first delta is asked for.
+            self._accepted = True
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
+        if not delta.token_ids:
+            return
+        now = time.monotonic()
+        self._metrics.generation_tokens.inc(len(delta.token_ids))
+        before = self._last_delivery.get(delta.choice_index)
+        if before is not None:
+            self._metrics.inter_token_seconds.observe(now - before)
+        elif not self._last_delivery:
+            self._metrics.time_to_first_token_seconds.observe(now - self._started)
+        self._last_delivery[delta.choice_index] = now

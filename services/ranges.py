@@ -1,0 +1,21 @@
+"""Ranges of numbers that the command line, the servers and the front doors share."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+MAX_PORT = 65535
+"""Of TCP; 0 asks for a free one where something is bound."""
+
+MAX_SEED = 2**64 - 1
+"""Seeds are 64 bits, unsigned (proto/stagemesh/v1/step.proto)."""
+
+
+def as_float32(value: float) -> float:
+    """The number that 32 bits keep of it, as stages get it: 0.0 or infinite where it is too
+    small or too large."""
+    try:
+        return ctypes.c_float(value).value
+    except OverflowError:  # an integer that no float holds
+        return math.copysign(math.inf, value)
