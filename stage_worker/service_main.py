@@ -8,6 +8,7 @@ launcher is gone, or it gets a signal.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from services.rpc.channel import create_channel
 from services.rpc.server import RpcServer, host_port
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
+from services.topology.partition import PARTITION_ENV
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.rank_process import RankProcess
 from stage_worker.service import StageWorker
@@ -58,11 +60,14 @@ def run(config: StageWorkerConfig) -> int:
         failure = failure_of(errors)
         log.error("%s", failure.message if failure is not None else errors)
         code = 1
+    except* Exception as errors:
+        log.exception("the stage worker failed unexpectedly", exc_info=errors)
+        code = 1
     return code
 
 
 async def _serve(config: StageWorkerConfig) -> None:
-    device, num_devices = resolve_device(config.device)
+    device, num_devices = resolve_device(config.device, config.cpu_devices)
     worker = StageWorker()
     server = RpcServer([SERVICE_NAME])
     stage_worker_pb2_grpc.add_StageWorkerServiceServicer_to_server(worker, server.grpc_server)
@@ -76,12 +81,16 @@ async def _serve(config: StageWorkerConfig) -> None:
         node_rank=config.node_rank,
         address=host_port(config.host, port),
         pid=os.getpid(),
-        fingerprint=environment_fingerprint(),
+        fingerprint=_fingerprint(config),
         device=device,
         num_devices=num_devices,
     )
     if config.pp_rank is not None:
-        request.wanted.CopyFrom(topology_pb2.Placement(pp_rank=config.pp_rank))
+        request.wanted.CopyFrom(
+            topology_pb2.Placement(
+                dp_rank=config.dp_rank, pp_rank=config.pp_rank, tp_ranks=[config.tp_rank_start]
+            )
+        )
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_until_left(worker, config))
@@ -93,6 +102,14 @@ async def _serve(config: StageWorkerConfig) -> None:
             await rank.stop()
         await server.stop(grace_seconds=STOP_GRACE_SECONDS)
         await channel.close()
+
+
+def _fingerprint(config: StageWorkerConfig) -> topology_pb2.Fingerprint:
+    """What this worker brings to the comparison at join: the plan as its node made it, or
+    without a launcher its versions and the partition that its environment asks for."""
+    if config.fingerprint is not None:
+        return topology_pb2.Fingerprint.FromString(base64.b64decode(config.fingerprint))
+    return environment_fingerprint(partition=os.environ.get(PARTITION_ENV))
 
 
 def _start_ranks(

@@ -79,6 +79,7 @@ async def load(
         )
     num_blocks = min(least, wanted_blocks)
     allocated = await _load_all(stages, plan, num_blocks, on_progress)
+    _check_agreement(plan, allocated)
     for pp_rank, report in allocated:
         if report.num_blocks != num_blocks:
             raise StageFailed(
@@ -86,6 +87,28 @@ async def load(
                 f"where {num_blocks} were planned"
             )
     return LoadedMesh(num_blocks, possible, sum(report.weight_bytes for _, report in reports))
+
+
+def _check_agreement(
+    plan: stage_worker_pb2.StagePlan,
+    reports: Sequence[tuple[int, stage_worker_pb2.RankReport]],
+) -> None:
+    """Every rank has acknowledged this plan, and all boundaries carry the same tensors."""
+    boundaries = []
+    for pp_rank, report in reports:
+        if report.fingerprint_digest != plan.fingerprint.digest:
+            raise StageFailed(
+                f"stage {pp_rank} TP rank {report.tp_rank} acknowledged plan "
+                f"{report.fingerprint_digest or 'none'} where {plan.fingerprint.digest} was sent"
+            )
+        if report.boundary.tensors:
+            boundaries.append((pp_rank, report))
+    for pp_rank, report in boundaries:
+        if report.boundary != boundaries[0][1].boundary:
+            raise StageFailed(
+                f"stage {pp_rank} TP rank {report.tp_rank} sends other tensors on than stage "
+                f"{boundaries[0][0]}: {report.boundary} against {boundaries[0][1].boundary}"
+            )
 
 
 async def _load_all(

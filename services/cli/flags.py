@@ -66,6 +66,11 @@ DEVICE_FLAG = Flag(
     "where the model runs; auto takes an accelerator if there is one",
     metavar="{auto,cpu,npu,cuda}",
 )
+CPU_DEVICES_FLAG = Flag(
+    ("--cpu-devices",),
+    values.positive_integer,
+    "ranks that this node may run on its CPU; default: its cores",
+)
 MASTER_FLAGS = (
     Flag(
         ("--master-addr",),
@@ -97,8 +102,49 @@ SERVE_GROUPS = (
                 metavar="N,N,...",
                 environment="VLLM_PP_LAYER_PARTITION",
             ),
+            Flag(
+                ("--data-parallel-size", "-dp"),
+                values.positive_integer,
+                "replicas of the whole pipeline behind one gateway",
+            ),
             DEVICE_FLAG,
+            CPU_DEVICES_FLAG,
+        ),
+    ),
+    FlagGroup(
+        "several nodes",
+        (
+            Flag(
+                ("--distributed-executor-backend",),
+                values.one_of("mp"),
+                "how ranks are started: mp, as processes of each node",
+                metavar="{mp}",
+            ),
+            Flag(
+                ("--nnodes",),
+                values.positive_integer,
+                "nodes that share the ranks evenly, node by node",
+            ),
+            Flag(("--node-rank",), values.natural_integer, "number of this node; 0 is the head"),
             *MASTER_FLAGS,
+            Flag(
+                ("--headless",),
+                values.switch,
+                "run this node's stage workers only; needed on every node but the head",
+                arity=Arity.SWITCH,
+            ),
+            Flag(
+                ("--insecure",),
+                values.switch,
+                "allow a public --master-addr without TLS",
+                arity=Arity.SWITCH,
+            ),
+            Flag(
+                ("--join-timeout-seconds",),
+                values.positive_seconds,
+                "how long the head waits for every stage worker",
+                metavar="SECONDS",
+            ),
         ),
     ),
     FlagGroup(
@@ -215,12 +261,26 @@ STAGE_WORKER_GROUPS = (
                 values.natural_integer,
                 "the stage that this worker wants; default: the head chooses",
             ),
+            Flag(("--dp-rank",), values.natural_integer, "the replica that this worker is part of"),
+            Flag(
+                ("--tp-rank-start",),
+                values.natural_integer,
+                "first TP rank of this worker, where a stage spans nodes",
+            ),
             DEVICE_FLAG,
+            CPU_DEVICES_FLAG,
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
                 "how long to try to reach the head",
                 metavar="SECONDS",
+            ),
+            Flag(
+                ("--fingerprint",),
+                values.text,
+                "the plan's fingerprint on this node",
+                metavar="BASE64",
+                hidden=True,
             ),
             Flag(
                 ("--lifeline-fd",),
