@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT8 = "float8_e4m3fn"
+STORAGE_BYTES = {**DTYPE_BYTES, FLOAT8: 1}
+"""Bytes of an element of a weight: also of types that nothing is computed in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,44 @@ class RotaryScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class MlaFacts:
+    """Multi-head latent attention (DeepSeek): keys and values come from one narrow
+    latent vector for each token, and that vector is what the KV cache holds."""
+
+    q_lora_rank: int | None
+    """Width of the query's own latent; None where queries come straight from the hidden state."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeFacts:
+    """Mixture of experts: which layers have it, and how large it is."""
+
+    num_experts: int
+    num_experts_per_token: int
+    expert_intermediate_size: int
+    shared_intermediate_size: int
+    """Of the experts that see every token, together; 0 for none."""
+    dense_layers: frozenset[int]
+    """Layers with an ordinary MLP of the model's `intermediate_size`."""
+    has_correction_bias: bool
+    """Whether the router has a bias for each expert (DeepSeek-V3), kept in float32."""
+    mixtral_names: bool
+    """Tensors are called block_sparse_moe and w1, w2, w3, as Mixtral has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Facts:
+    """Weights of linear layers stored in one byte each, with scales in float32."""
+
+    block: tuple[int, int] | None
+    """Rows and columns that share a scale; None for one scale for each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +84,19 @@ class ModelFacts:
     mlp_bias: bool
     dtype: str
     """What the checkpoint is stored in."""
+    qkv_bias: bool = False
+    """Biases on q, k and v alone (Qwen2); `attention_bias` means all four."""
+    qk_norm: bool = False
+    """A norm over each head's query and key (Qwen3)."""
+    mla: MlaFacts | None = None
+    moe: MoeFacts | None = None
+    fp8: Fp8Facts | None = None
+    num_nextn_predict_layers: int = 0
+    """Layers for multi-token prediction that the checkpoint holds behind the hidden layers."""
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether a layer has experts instead of one MLP."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
 
 @dataclass(frozen=True, slots=True)

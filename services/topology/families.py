@@ -10,7 +10,7 @@ reason, never ignored. Every refusal is a `ModelError` that names file and key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,16 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
+PLANNED_ONLY = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Architectures that `stagemesh plan` knows (`services.topology.planfacts`) and no worker runs."""
+
 
 def read_model_facts(path: Path) -> ModelFacts:
     """Reads `path/config.json`. Raises `ModelError` for what is missing or not served."""
@@ -61,7 +71,12 @@ def read_model_facts(path: Path) -> ModelFacts:
             f"model directory {path} does not exist; give a local Hugging Face directory",
             param="model",
         )
-    keys = ConfigKeys(path / "config.json", read_json_object(path / "config.json"))
+    config_file = path / "config.json"
+    return facts_of(ConfigKeys(config_file, read_json_object(config_file)))
+
+
+def facts_of(keys: ConfigKeys) -> ModelFacts:
+    """The facts in a config.json that was read already. Raises as `read_model_facts`."""
     family = _family(keys)
     _refuse_what_is_not_implemented(keys, family)
 
@@ -79,7 +94,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         )
     rope_theta, rope_scaling = _rotary(keys)
     return ModelFacts(
-        path=path,
+        path=keys.file.parent,
         architecture=family.architecture,
         model_type=keys.text("model_type", default=""),
         vocab_size=keys.integer("vocab_size", maximum=_MAX_SIZE),
@@ -88,7 +103,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         num_hidden_layers=keys.integer("num_hidden_layers", maximum=_MAX_LAYERS),
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
-        head_dim=_head_dim(keys, hidden_size, num_attention_heads),
+        head_dim=head_dim_of(keys, hidden_size, num_attention_heads),
         rms_norm_eps=keys.number("rms_norm_eps", above=0.0),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -96,7 +111,7 @@ def read_model_facts(path: Path) -> ModelFacts:
         tie_word_embeddings=keys.boolean("tie_word_embeddings", default=False),
         attention_bias=family.has_bias_flags and keys.boolean("attention_bias", default=False),
         mlp_bias=family.has_bias_flags and keys.boolean("mlp_bias", default=False),
-        dtype=_checkpoint_dtype(keys),
+        dtype=checkpoint_dtype(keys),
     )
 
 
@@ -125,7 +140,8 @@ def check_topology(facts: ModelFacts, tp_size: int, pp_size: int) -> None:
             param=TP_SIZE_FLAG,
         )
     check_stage_count(facts.num_hidden_layers, pp_size)
-    if pp_size > 1 and not FAMILIES[facts.architecture].supports_pp:
+    family = FAMILIES.get(facts.architecture)
+    if pp_size > 1 and family is not None and not family.supports_pp:
         raise ConfigError(
             f"{facts.architecture} cannot be cut into stages; use --pipeline-parallel-size 1",
             param="--pipeline-parallel-size",
@@ -185,11 +201,27 @@ def _tp_obstacle(facts: ModelFacts, tp_size: int) -> str | None:
     if facts.num_attention_heads % tp_size:
         return f"does not divide the {facts.num_attention_heads} attention heads"
     kv_heads = facts.num_key_value_heads
-    if kv_heads % tp_size and tp_size % kv_heads:
+    # A latent KV cache has no heads; every rank holds it whole.
+    if facts.mla is None and kv_heads % tp_size and tp_size % kv_heads:
         return f"neither divides the {kv_heads} KV heads nor is a multiple of them"
-    if facts.intermediate_size % tp_size:
-        return f"does not divide the MLP's intermediate size of {facts.intermediate_size}"
+    block = 1 if facts.fp8 is None or facts.fp8.block is None else facts.fp8.block[0]
+    for name, width in _mlp_widths(facts):
+        if width % tp_size:
+            return f"does not divide {name} of {width}"
+        if width > block and width // tp_size % block:
+            return f"cuts {name} of {width} inside an FP8 block of {block}"
     return None
+
+
+def _mlp_widths(facts: ModelFacts) -> Iterator[tuple[str, int]]:
+    """Every width that TP cuts, and what it is called."""
+    moe = facts.moe
+    if moe is None or moe.dense_layers:
+        yield "the MLP's intermediate size", facts.intermediate_size
+    if moe is not None:
+        yield "the experts' intermediate size", moe.expert_intermediate_size
+        if moe.shared_intermediate_size:
+            yield "the shared experts' intermediate size", moe.shared_intermediate_size
 
 
 def _family(keys: ConfigKeys) -> Family:
@@ -199,10 +231,12 @@ def _family(keys: ConfigKeys) -> Family:
         raise keys.error("architectures", f"is missing; supported architectures: {supported}")
     family = FAMILIES.get(architectures[0]) if isinstance(architectures[0], str) else None
     if family is None:
+        name = str(architectures[0])[:80]
+        problem = "is not served"
+        if name in PLANNED_ONLY:
+            problem = "can be planned (stagemesh plan) but is not served yet"
         raise keys.error(
-            "architectures",
-            f"says {str(architectures[0])[:80]}, which is not served; "
-            f"supported architectures: {supported}",
+            "architectures", f"says {name}, which {problem}; supported architectures: {supported}"
         )
     return family
 
@@ -238,7 +272,8 @@ def _sliding_window(keys: ConfigKeys, family: Family) -> int | None:
     return keys.integer("sliding_window", maximum=1 << 62)
 
 
-def _head_dim(keys: ConfigKeys, hidden_size: int, num_attention_heads: int) -> int:
+def head_dim_of(keys: ConfigKeys, hidden_size: int, num_attention_heads: int) -> int:
+    """Width of one head: written, or what the hidden size gives."""
     if keys.absent("head_dim"):
         if hidden_size % num_attention_heads:
             raise keys.error(
@@ -292,7 +327,7 @@ def _rotary(keys: ConfigKeys) -> tuple[float, RotaryScaling | None]:
     return theta, scaling
 
 
-def _checkpoint_dtype(keys: ConfigKeys) -> str:
+def checkpoint_dtype(keys: ConfigKeys) -> str:
     """What config.json says; transformers reads an absent key as float32."""
     key = "dtype" if not keys.absent("dtype") else "torch_dtype"
     dtype = keys.text(key, default="float32").removeprefix("torch.")
