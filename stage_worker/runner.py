@@ -219,7 +219,7 @@ class StageRunner:
             vocab_size=self._model.facts.vocab_size,
         )
         keeps_sampling = self._model.is_last and self._tp_rank == 0
-        return SlotTable(limits, keeps_sampling=keeps_sampling)
+        return SlotTable(limits, keeps_sampling=keeps_sampling, device=self._model.device)
 
     def _boundary(self) -> topology_pb2.BoundarySchema:
         return topology_pb2.BoundarySchema(

@@ -4,7 +4,8 @@ The order is vLLM's: logit bias, penalties, temperature, min_p, top_k, top_p.
 A token is drawn by inverting the cumulative distribution in vocabulary order
 with one uniform number, which is a pure hash of (seed, choice index, position):
 a replay, another batch or another draft gives the same token. Log probabilities
-are those of the raw logits.
+are those of the raw logits. Whatever the logits are, infinite and NaN included,
+a token of the vocabulary comes out: one request must not stop the others.
 
 Knows nothing of slots, blocks or stages.
 """
@@ -22,6 +23,9 @@ from stagemesh.v1 import step_pb2
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy: dividing by them would overflow float32."""
+LARGEST_LOGIT = 1e30
+"""What overflowed is held to this, and what is not a number becomes its negative. A
+division by any temperature that is not greedy leaves it finite in float32."""
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UNIT_53 = 2.0**-53
@@ -82,27 +86,45 @@ class DrawParams:
 
 
 class SamplingState:
-    """What the sampler keeps of one sequence: parameters, and token counts where
-    penalties need them."""
+    """What the sampler keeps of one sequence: parameters, and bias and token counts where
+    they are used. These are on the device of the logits, so that no step copies them there."""
 
-    __slots__ = ("_output_counts", "_seen", "choice_index", "params")
+    __slots__ = ("_bias", "_bias_ids", "_output_counts", "_seen", "choice_index", "params")
 
     def __init__(
-        self, params: DrawParams, choice_index: int, prompt: Tensor, output: Tensor, vocab_size: int
+        self,
+        params: DrawParams,
+        choice_index: int,
+        prompt: Tensor,
+        output: Tensor,
+        vocab_size: int,
+        device: torch.device | None = None,
     ) -> None:
-        """`prompt` and `output` are the token ids [p] and [o] (int64) so far."""
+        """`prompt` and `output` are the token ids [p] and [o] (int64, on the CPU) so far."""
         self.params = params
         self.choice_index = choice_index
+        self._bias_ids: Tensor | None = None
+        self._bias: Tensor | None = None
         self._output_counts: Tensor | None = None
         self._seen: Tensor | None = None
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            self._bias_ids = torch.tensor(ids, dtype=torch.int64, device=device)
+            self._bias = torch.tensor(values, dtype=torch.float32, device=device)
         if params.has_penalties:
-            self._output_counts = torch.bincount(output, minlength=vocab_size).float()
-            self._seen = self._output_counts > 0
-            self._seen[prompt] = True
+            counts = torch.bincount(output, minlength=vocab_size).float()
+            seen = counts > 0
+            seen[prompt] = True
+            self._output_counts, self._seen = counts.to(device), seen.to(device)
 
     @classmethod
-    def from_start(cls, start: step_pb2.SlotStart, vocab_size: int) -> SamplingState:
-        """State of a sequence that enters, or comes back after a preemption."""
+    def from_start(
+        cls, start: step_pb2.SlotStart, vocab_size: int, device: torch.device | None = None
+    ) -> SamplingState:
+        """State of a sequence that enters, or comes back after a preemption.
+
+        `device` is that of the logits; absent is the CPU.
+        """
         history = torch.tensor(list(start.history_token_ids), dtype=torch.int64)
         return cls(
             DrawParams.from_proto(start.sampling),
@@ -110,6 +132,7 @@ class SamplingState:
             history[: start.prompt_length],
             history[start.prompt_length :],
             vocab_size,
+            device,
         )
 
     def append(self, token_id: int) -> None:
@@ -119,21 +142,22 @@ class SamplingState:
             self._seen[token_id] = True
 
     def adjust(self, logits: Tensor) -> None:
-        """Applies logit bias and penalties to one row of logits [vocab], in place."""
+        """Applies logit bias and penalties to one row of logits [vocab] float32, in place.
+
+        The row stays within `LARGEST_LOGIT`, however small a penalty divides it.
+        """
         params = self.params
-        if params.logit_bias:
-            ids = torch.tensor([token for token, _ in params.logit_bias])
-            bias = torch.tensor([value for _, value in params.logit_bias], dtype=logits.dtype)
-            logits.index_add_(0, ids.to(logits.device), bias.to(logits.device))
-        if self._output_counts is None or self._seen is None:
-            return
-        counts = self._output_counts.to(logits.device)
-        if params.repetition_penalty != 1.0:
-            penalty = params.repetition_penalty
-            punished = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits.copy_(torch.where(self._seen.to(logits.device), punished, logits))
-        logits.sub_(counts, alpha=params.frequency_penalty)
-        logits.sub_((counts > 0).to(logits.dtype), alpha=params.presence_penalty)
+        if self._bias_ids is not None and self._bias is not None:
+            logits.index_add_(0, self._bias_ids, self._bias)
+        if self._output_counts is not None and self._seen is not None:
+            if params.repetition_penalty != 1.0:
+                penalty = params.repetition_penalty
+                punished = torch.where(logits > 0, logits / penalty, logits * penalty)
+                logits.copy_(torch.where(self._seen, punished, logits))
+            logits.sub_(self._output_counts, alpha=params.frequency_penalty)
+            generated = (self._output_counts > 0).to(logits.dtype)
+            logits.sub_(generated, alpha=params.presence_penalty)
+        _bound(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +186,7 @@ class Sampler:
         A row's tokens are sampled in order and accepted as long as the token
         before was the draft: the outcome is that of sampling one by one.
         """
+        logits = bounded(logits)
         results = [step_pb2.ResultRow(row=request.row) for request in requests]
         alive = list(range(len(requests)))
         turn = 0
@@ -191,7 +216,12 @@ def draw(raw: Tensor, states: Sequence[SamplingState], positions: Sequence[int])
         logits = raw.clone()
         for i in adjusted:
             states[i].adjust(logits[i])
-    tokens: list[int] = logits.argmax(-1).tolist()
+    tokens = [0] * len(states)
+    greedy = [i for i, state in enumerate(states) if state.params.is_greedy]
+    if greedy:
+        rows = logits if len(greedy) == len(states) else logits[greedy]
+        for i, token in zip(greedy, rows.argmax(-1).tolist(), strict=True):
+            tokens[i] = token
     random = [i for i, state in enumerate(states) if not state.params.is_greedy]
     if not random:
         return tokens
@@ -215,7 +245,8 @@ def draw(raw: Tensor, states: Sequence[SamplingState], positions: Sequence[int])
 def invert(logits: Tensor, uniforms: Sequence[float]) -> list[int]:
     """The token of each row of `logits` [m, vocab] at a uniform number in [0, 1).
 
-    Sums in float64, so that the last tokens of a large vocabulary keep their share.
+    Sums in float64, so that the last tokens of a large vocabulary keep their share. A row
+    that is no distribution gives a token of the vocabulary too.
     """
     weights = torch.softmax(logits, -1, dtype=torch.float32)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
@@ -224,8 +255,26 @@ def invert(logits: Tensor, uniforms: Sequence[float]) -> list[int]:
     indices = torch.searchsorted(cumulative, wanted, right=True)
     # A product that rounds up to the total would fall behind the last token with any weight.
     last = torch.searchsorted(cumulative, total)
-    tokens: list[int] = torch.minimum(indices, last).squeeze(-1).tolist()
+    # Sums of NaN are above everything: such a row would end behind the vocabulary.
+    found = torch.minimum(indices, last).clamp(max=logits.shape[-1] - 1)
+    tokens: list[int] = found.squeeze(-1).tolist()
     return tokens
+
+
+def bounded(logits: Tensor) -> Tensor:
+    """Logits within `LARGEST_LOGIT`: the same tensor unless a model has overflowed."""
+    low, high = torch.aminmax(logits)
+    # False for NaN too, which both ends of the range pass on.
+    if bool((low >= -LARGEST_LOGIT) & (high <= LARGEST_LOGIT)):
+        return logits
+    logits = logits.clone()
+    _bound(logits)
+    return logits
+
+
+def _bound(logits: Tensor) -> None:
+    """Does it in place."""
+    logits.nan_to_num_(nan=-LARGEST_LOGIT).clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
 def uniform(seed: int, choice_index: int, position: int) -> float:

@@ -60,8 +60,12 @@ class Slot:
 class SlotTable:
     """The slots of one stage on one rank."""
 
-    def __init__(self, limits: SlotLimits, *, keeps_sampling: bool) -> None:
+    def __init__(
+        self, limits: SlotLimits, *, keeps_sampling: bool, device: torch.device | None = None
+    ) -> None:
+        """`device` is where the logits are, for what sampling keeps; absent is the CPU."""
         self._limits = limits
+        self._device = device
         self._keeps_sampling = keeps_sampling
         self._slots: dict[int, Slot] = {}
         self.block_table = torch.zeros(
@@ -69,12 +73,6 @@ class SlotTable:
         )
         self.block_table_array: np.ndarray = self.block_table.numpy()
         """The same memory."""
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def __getitem__(self, slot: int) -> Slot:
         return self._slots[slot]
@@ -94,7 +92,9 @@ class SlotTable:
         for start in step.starts:
             entry = Slot()
             if self._keeps_sampling:
-                entry.sampling = SamplingState.from_start(start, self._limits.vocab_size)
+                entry.sampling = SamplingState.from_start(
+                    start, self._limits.vocab_size, self._device
+                )
             self._slots[start.slot] = entry
         return [self._apply_row(row) for row in step.rows]
 

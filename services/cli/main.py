@@ -45,6 +45,12 @@ def _stage_worker(argv: Sequence[str]) -> int:
     return stage_worker(argv)
 
 
+def _plan(argv: Sequence[str]) -> int:
+    from services.cli.plan_command import plan
+
+    return plan(argv)
+
+
 def _model(argv: Sequence[str]) -> int:
     from services.cli.model_command import model
 
@@ -61,6 +67,7 @@ COMMANDS = (
     Command("serve", "serve a model from this machine: gateway, stages and all", _serve),
     Command("gateway", "the gateway alone; stage workers on other machines join it", _gateway),
     Command("stage-worker", "one stage on this machine; joins a gateway", _stage_worker),
+    Command("plan", "what a layout needs and whether it fits; starts nothing", _plan),
     Command("model", "fetch the demo model", _model),
     Command("version", "versions of Stagemesh and what it runs on", _version),
 )

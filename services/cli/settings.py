@@ -13,10 +13,12 @@ from typing import Any
 
 from services.cli.arguments import Arguments, Positional
 from services.cli.flags import CONFIG_FLAG, Flag, FlagGroup, all_flags
+from services.cli.plan_flags import PlanRequest
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
 from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
+from services.topology.plan_result import PlanSettings
 
 MAX_CONFIG_FILE_BYTES = 1 << 20
 
@@ -29,16 +31,19 @@ def serve_config(
 ) -> ServeConfig:
     """The config of `serve` and `gateway`. Raises `UsageError`."""
     fields, model = _merge(command, arguments, groups, environment, Positional("MODEL", ""))
-    if model is None:
-        raise UsageError(
-            f"MODEL is missing: name a model directory, a Hub repository or "
-            f"smollm2-135m-instruct right after `stagemesh {command}` "
-            f"(after a flag that takes several values it would count as one of them)"
-        )
-    config = ServeConfig(model=model, **fields)
+    config = ServeConfig(model=_required(command, model), **fields)
     _check_nodes(command, config)
     _check_ports_differ(command, config)
     return config
+
+
+def plan_request(
+    arguments: Arguments, groups: Sequence[FlagGroup], environment: Mapping[str, str]
+) -> PlanRequest:
+    """What `plan` is asked. Raises `UsageError`."""
+    fields, model = _merge("plan", arguments, groups, environment, Positional("MODEL", ""))
+    as_json = bool(fields.pop("json", False))
+    return PlanRequest(_required("plan", model), as_json, PlanSettings(**fields))
 
 
 def stage_worker_config(
@@ -47,6 +52,16 @@ def stage_worker_config(
     """The config of `stage-worker`. Raises `UsageError`."""
     fields, _ = _merge("stage-worker", arguments, groups, environment, None)
     return StageWorkerConfig(**fields)
+
+
+def _required(command: str, model: str | None) -> str:
+    if model is None:
+        raise UsageError(
+            f"MODEL is missing: name a model directory, a Hub repository or "
+            f"smollm2-135m-instruct right after `stagemesh {command}` "
+            f"(after a flag that takes several values it would count as one of them)"
+        )
+    return model
 
 
 def _merge(

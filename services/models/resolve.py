@@ -38,7 +38,7 @@ def resolve_model(model: str) -> Path:
         raise ModelError(f"{path} is a file; name the Hugging Face model directory")
     if model in DEMO_MODELS:
         return _demo_model(model)
-    if _is_path(model) or not _REPOSITORY.fullmatch(model):
+    if not is_repository_id(model):
         raise ModelError(
             f"there is no directory {model}; name a local Hugging Face directory, "
             f"{', '.join(DEMO_MODELS)}, or a Hub repository id like owner/name"
@@ -51,6 +51,11 @@ def resolve_tokenizer(tokenizer: str) -> Path:
     config.json, or whatever `resolve_model` knows. Raises `ModelError`."""
     path = Path(tokenizer).expanduser()
     return path.resolve() if path.is_dir() else resolve_model(tokenizer)
+
+
+def is_repository_id(model: str) -> bool:
+    """Whether the text can be a Hub repository id, and no path."""
+    return not _is_path(model) and _REPOSITORY.fullmatch(model) is not None
 
 
 def _is_path(model: str) -> bool:

@@ -189,8 +189,13 @@ def _activation_bytes(
         per_token += _BOUNDARY_BUFFERS * hidden
     total = num_tokens * per_token * element_bytes
     if pp_rank == shape.pp_size - 1:
-        total += num_sampled * facts.vocab_size * _LOGIT_BYTES * _LOGIT_COPIES
+        total += logit_bytes(facts, num_sampled)
     return total
+
+
+def logit_bytes(facts: ModelFacts, num_sampled: int) -> int:
+    """What the last stage needs, on each rank, to sample so many rows."""
+    return num_sampled * facts.vocab_size * _LOGIT_BYTES * _LOGIT_COPIES
 
 
 def _attention_elements(facts: ModelFacts, tp_size: int) -> int:

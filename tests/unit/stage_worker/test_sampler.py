@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stage_worker.sampler import (
     DrawRequest,
@@ -232,3 +234,103 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     logits[:, [1, 3]] = 0.0
     largest = math.nextafter(1.0, 0.0)
     assert invert(logits, [0.0, 0.5, largest]) == [1, 3, 3]
+
+
+UNUSUAL = {
+    "tiny penalty": {"repetition_penalty": 1e-38},
+    "penalty that is 0 in float32": {"repetition_penalty": 1e-320},
+    "infinite penalty": {"repetition_penalty": math.inf},
+    "infinite temperature": {"temperature": math.inf},
+    "least temperature": {"temperature": 1e-5, "repetition_penalty": 1e-30},
+    "NaN": {"temperature": math.nan},
+    "NaN bias": {"logit_bias": {3: math.nan}},
+    "top_p": {"repetition_penalty": 1e-38, "top_p": 0.9},
+    "top_k": {"repetition_penalty": 1e-38, "top_k": 3, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("params", UNUSUAL.values(), ids=UNUSUAL)
+def test_no_parameter_draws_outside_the_vocabulary(params: dict[str, object]) -> None:
+    """M1: such an id would break the next step for everybody."""
+    sampled = state([0, 1, 2, 3], 2, **params)
+    requests = [DrawRequest(0, 0, 7, (), sampled)]
+    for _ in range(3):
+        (result,) = Sampler()(some_logits(), requests)
+        assert 0 <= result.token_ids[0] < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_overflowed_give_tokens_and_spare_other_rows(
+    value: float, temperature: float
+) -> None:
+    logits = some_logits(3)
+    right = state(temperature=temperature, num_logprobs=2)
+
+    def sample(rows: torch.Tensor) -> list[step_pb2.ResultRow]:
+        return Sampler()(rows, [DrawRequest(i, i, 7, (), right) for i in range(3)])
+
+    expected = sample(logits)
+    broken = logits.clone()
+    broken[1] = value
+    results = sample(broken)
+    assert 0 <= results[1].token_ids[0] < VOCAB_SIZE
+    assert math.isfinite(results[1].logprobs[0].logprob)
+    assert results[0] == expected[0]
+    assert results[2] == expected[2]
+
+
+def test_not_a_number_is_the_last_token_to_be_taken() -> None:
+    logits = some_logits()
+    best = int(logits.argmax())
+    logits[0, (best + 1) % VOCAB_SIZE] = math.nan
+    for temperature in (0.0, 1e-4):
+        request = [DrawRequest(0, 0, 0, (), state(temperature=temperature))]
+        assert Sampler()(logits, request)[0].token_ids == [best]
+
+
+class Operations(TorchDispatchMode):
+    """Records what torch is asked to do, by name, with the shape of the first operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
+        self.seen.append((func.overloadpacket.__name__, shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_token_copies_nothing_of_its_state_to_the_device() -> None:
+    """S16: the meta device stands for an accelerator."""
+    device = torch.device("meta")
+    params = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {3: 1.0}}
+    start = step_pb2.SlotStart(
+        sampling=step_pb2.SamplingParams(seed=1, **params),
+        prompt_length=1,
+        history_token_ids=[1, 2],
+    )
+    sampled = SamplingState.from_start(start, VOCAB_SIZE, device)
+    logits = torch.zeros(VOCAB_SIZE, device=device)
+    with Operations() as operations:
+        sampled.adjust(logits)
+    # The one that is left makes a mask into numbers, on the device.
+    copies = [name for name, _ in operations.seen if name in ("_to_copy", "lift_fresh")]
+    assert copies == ["_to_copy"]
+
+
+@pytest.mark.parametrize(("temperatures", "shapes"), [((1, 1), []), ((0, 1), [(1, VOCAB_SIZE)])])
+def test_only_greedy_rows_are_searched_for_their_best(
+    temperatures: tuple[float, ...], shapes: list[tuple[int, ...]]
+) -> None:
+    states = [state(temperature=temperature) for temperature in temperatures]
+    with Operations() as operations:
+        draw(some_logits(2), states, [0, 1])
+    assert [shape for name, shape in operations.seen if name == "argmax"] == shapes

@@ -1,0 +1,259 @@
+"""Which cuts of a model fit which devices, and which cut is even. Pure search over numbers.
+
+    Demand                what one rank has, and what a service must be able to hold
+    fits(...)             whether every stage of a layout has room
+    balanced_partition    the cut whose largest stage is smallest, by bytes
+    smallest_layout       the fewest devices that hold the model
+
+A layout is TP x PP of one replica; replicas (DP) need the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from services.topology.facts import DTYPE_BYTES, MeshShape, ModelFacts
+from services.topology.families import valid_tp_sizes
+from services.topology.memory import (
+    StageMemory,
+    end_bytes,
+    kv_elements_per_token,
+    logit_bytes,
+    predict_mesh,
+)
+from services.topology.partition import even_partition
+from services.topology.weights import layer_bytes
+
+# The search for an even cut is quadratic in the layers; models of this size do not exist.
+MAX_BALANCED_LAYERS = 512
+# Stages beyond the least number that holds the weights which are tried for activations and KV.
+_MORE_STAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a layout is measured against."""
+
+    dtype: str
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    available_bytes: int | None
+    """Memory of one rank that may be used; None where it is not known."""
+    kv_cache_bytes: int | None
+    """KV cache of one rank where the user fixed it."""
+
+    @property
+    def needed_blocks(self) -> int:
+        """KV blocks of the longest sequence: with fewer it could start and never end."""
+        return -(-self.max_model_len // self.block_size)
+
+    def possible_blocks(self, stage: StageMemory) -> int | None:
+        """KV blocks that a stage has room for; None where that is not known."""
+        if self.kv_cache_bytes is not None:
+            return stage.blocks_in(self.kv_cache_bytes)
+        if self.available_bytes is not None:
+            return stage.usable_blocks(self.available_bytes)
+        return None
+
+    def required_bytes(self, stage: StageMemory) -> int:
+        """The least that a rank of the stage needs: weights, activations, and the KV cache that
+        was asked for or that one sequence of the greatest length takes."""
+        kv_bytes = self.needed_blocks * stage.kv_block_bytes
+        if self.kv_cache_bytes is not None:
+            kv_bytes = max(kv_bytes, self.kv_cache_bytes)
+        return stage.fixed_bytes + kv_bytes
+
+    def has_room(self, stage: StageMemory) -> bool | None:
+        """Whether the stage fits; None where the memory is not known."""
+        blocks = self.possible_blocks(stage)
+        if blocks is not None and blocks < self.needed_blocks:
+            return False
+        if self.available_bytes is None:
+            return None
+        return self.required_bytes(stage) <= self.available_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One replica's cut."""
+
+    tp_size: int
+    pp_size: int
+    partition: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def shape(self) -> MeshShape:
+        return MeshShape(1, self.tp_size, self.pp_size, self.partition)
+
+
+def predict(facts: ModelFacts, shape: MeshShape, demand: Demand) -> tuple[StageMemory, ...]:
+    """Memory of every stage, in stage order."""
+    return predict_mesh(
+        facts,
+        shape,
+        dtype=demand.dtype,
+        block_size=demand.block_size,
+        max_num_batched_tokens=demand.max_num_batched_tokens,
+        max_num_seqs=demand.max_num_seqs,
+    )
+
+
+def fits(facts: ModelFacts, layout: Layout, demand: Demand) -> bool:
+    """Whether every stage is known to have room."""
+    return all(demand.has_room(stage) for stage in predict(facts, layout.shape, demand))
+
+
+def fitting_partition(
+    facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand
+) -> Layout | None:
+    """The even cut where it fits, else the one that is even by memory where that fits."""
+    even = Layout(tp_size, pp_size, even_partition(facts.num_hidden_layers, pp_size))
+    if fits(facts, even, demand):
+        return even
+    balanced = Layout(tp_size, pp_size, memory_partition(facts, tp_size, pp_size, demand))
+    return balanced if balanced != even and fits(facts, balanced, demand) else None
+
+
+def fewest_stages(facts: ModelFacts, tp_size: int, demand: Demand) -> Layout | None:
+    """The layout of `tp_size` with the fewest stages that fits; None if there is none."""
+    if demand.available_bytes is None:
+        return None
+    weights = sum(layer_bytes(facts, tp_size, demand.dtype))
+    first = max(1, -(-weights // max(1, demand.available_bytes)))
+    last = min(facts.num_hidden_layers, first + _MORE_STAGES)
+    for pp_size in range(first, last + 1):
+        layout = fitting_partition(facts, tp_size, pp_size, demand)
+        if layout is not None:
+            return layout
+    return None
+
+
+def smallest_layout(facts: ModelFacts, demand: Demand, devices_per_node: int) -> Layout | None:
+    """The layout on the fewest devices, TP inside a node; among equals the fewest stages."""
+    best: Layout | None = None
+    for tp_size in tp_sizes_inside(facts, devices_per_node):
+        layout = fewest_stages(facts, tp_size, demand)
+        if layout is None or not keeps_groups_together(layout, devices_per_node):
+            continue
+        if best is None or _cost(layout) < _cost(best):
+            best = layout
+    return best
+
+
+def tp_sizes_inside(facts: ModelFacts, devices_per_node: int) -> tuple[int, ...]:
+    """TP sizes that the model allows and that one node holds, ascending."""
+    return tuple(size for size in valid_tp_sizes(facts) if size <= devices_per_node)
+
+
+def keeps_groups_together(layout: Layout, devices_per_node: int) -> bool:
+    """Whether no TP group lies on two nodes when ranks are handed out node by node."""
+    if layout.num_devices <= devices_per_node:
+        return True
+    return devices_per_node % layout.tp_size == 0
+
+
+def memory_partition(
+    facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand
+) -> tuple[int, ...]:
+    """The cut that is most even by what a rank has to hold: weights, the KV cache of one
+    sequence of the greatest length, and the last stage's logits."""
+    kv_bytes = 0
+    if demand.kv_cache_bytes is None:
+        elements = kv_elements_per_token(facts, tp_size) * DTYPE_BYTES[demand.dtype]
+        kv_bytes = demand.needed_blocks * demand.block_size * elements
+    ends = _end_costs(facts, tp_size, pp_size, demand.dtype)
+    last = ends[1] + logit_bytes(facts, demand.max_num_seqs)
+    return _partition(facts, tp_size, pp_size, demand.dtype, kv_bytes, (ends[0], last))
+
+
+def step_partition(facts: ModelFacts, tp_size: int, pp_size: int, dtype: str) -> tuple[int, ...]:
+    """The cut that is most even by the weights that a step reads: layers and LM head. Of the
+    embedding only a few rows are looked up."""
+    _, last = _end_costs(facts, tp_size, pp_size, dtype)
+    return _partition(facts, tp_size, pp_size, dtype, 0, (0, last))
+
+
+def _end_costs(facts: ModelFacts, tp_size: int, pp_size: int, dtype: str) -> tuple[int, int]:
+    """Bytes that the first and the last of at least two stages hold beside their layers."""
+    even = even_partition(facts.num_hidden_layers, pp_size)
+    shape = MeshShape(1, tp_size, pp_size, even)
+    return sum(end_bytes(facts, shape, 0, dtype)), sum(end_bytes(facts, shape, pp_size - 1, dtype))
+
+
+def _partition(
+    facts: ModelFacts,
+    tp_size: int,
+    pp_size: int,
+    dtype: str,
+    more_for_each_layer: int,
+    ends: tuple[int, int],
+) -> tuple[int, ...]:
+    if pp_size == 1 or facts.num_hidden_layers > MAX_BALANCED_LAYERS:
+        return even_partition(facts.num_hidden_layers, pp_size)
+    costs = [size + more_for_each_layer for size in layer_bytes(facts, tp_size, dtype)]
+    costs[0] += ends[0]
+    costs[-1] += ends[1]
+    return balanced_partition(costs, pp_size)
+
+
+def balanced_partition(costs: Sequence[int], pp_size: int) -> tuple[int, ...]:
+    """Cuts the layers so that the largest stage is as small as it can be; among all such cuts
+    the one whose stages differ least (least sum of squares).
+
+    `costs` has one entry for each layer; there must be at least `pp_size` of them.
+    """
+    limit = _least_maximum(costs, pp_size)
+    ends = [0, *accumulate(costs)]
+    num_layers = len(costs)
+    # best[j] is (sum of squares, cuts) of the first j layers in the stages placed so far.
+    best: list[tuple[int, tuple[int, ...]] | None] = [(0, ()), *[None] * num_layers]
+    for _ in range(pp_size):
+        placed: list[tuple[int, tuple[int, ...]] | None] = [None] * (num_layers + 1)
+        for end in range(1, num_layers + 1):
+            for start in range(end - 1, -1, -1):
+                cost = ends[end] - ends[start]
+                if cost > limit:
+                    break
+                before = best[start]
+                if before is None:
+                    continue
+                squares = before[0] + cost * cost
+                known = placed[end]
+                if known is None or squares < known[0]:
+                    placed[end] = (squares, (*before[1], end - start))
+        best = placed
+    found = best[num_layers]
+    return even_partition(num_layers, pp_size) if found is None else found[1]
+
+
+def _least_maximum(costs: Sequence[int], pp_size: int) -> int:
+    """The least limit under which the layers go into `pp_size` stages."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_under(costs, middle) <= pp_size:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _stages_under(costs: Sequence[int], limit: int) -> int:
+    stages, filled = 1, 0
+    for cost in costs:
+        if filled + cost > limit:
+            stages, filled = stages + 1, 0
+        filled += cost
+    return stages
+
+
+def _cost(layout: Layout) -> tuple[int, int]:
+    return layout.num_devices, layout.pp_size
