@@ -263,7 +263,10 @@ class Gateway:
         host = self._config.host
         model = self._frontend.model_names[0]
         chat = self._assets.chat_template is not None
-        print(banner(host, rest_port, grpc_port, model, chat=chat), flush=True)
+        print(
+            banner(host, rest_port, grpc_port, model, chat=chat, keys=bool(self._config.api_key)),
+            flush=True,
+        )
 
     async def _watch_workers(self, launcher: LocalLauncher) -> None:
         ended = await launcher.first_exit()

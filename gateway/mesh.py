@@ -28,6 +28,7 @@ log = logging.getLogger("stagemesh.gateway")
 
 FIRST_EPOCH = 1
 RETRY_AFTER_SECONDS = 5.0
+WAITING = "waiting for stage workers"
 
 
 class Mesh:
@@ -53,7 +54,7 @@ class Mesh:
         self._replicas: list[Replica] = []
         self._router = ReplicaRouter(plan.shape.dp_size)
         self._epoch = 0
-        self._why_not_ready = "stage workers are starting"
+        self._why_not_ready = WAITING
         self._failed: asyncio.Future[StageFailed] = asyncio.get_running_loop().create_future()
         self.ready_event = asyncio.Event()
         """Set when every replica is complete."""
@@ -66,6 +67,9 @@ class Mesh:
     @property
     def why_not_ready(self) -> str:
         """What is missing, for `/ready`."""
+        missing = self._control.membership.missing()
+        if self._why_not_ready == WAITING and missing:
+            return f"waiting for {', '.join(missing)} to join"
         return self._why_not_ready
 
     @property
@@ -93,7 +97,7 @@ class Mesh:
         """See `Engine.generate`. Raises `PipelineUnavailable` with what is missing."""
         if not self.ready_event.is_set():
             raise PipelineUnavailable(
-                f"the mesh is not ready: {self._why_not_ready}",
+                f"the mesh is not ready: {self.why_not_ready}",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
         chosen = self._router.take(request.prompt_token_ids, request.n)

@@ -74,6 +74,7 @@ async def _serve(config: StageWorkerConfig) -> None:
     port = server.bind(config.host, config.port)
     await server.start()
     head = host_port(config.master_addr, config.master_port)
+    log.info("listening on %s, asking the head at %s", host_port(config.host, port), head)
     channel = create_channel(head)
     control = ControlClient(channel, head)
     request = control_pb2.JoinRequest(
@@ -95,6 +96,13 @@ async def _serve(config: StageWorkerConfig) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_until_left(worker, config))
             joined = await control.join(request, config.join_timeout_seconds)
+            log.info(
+                "joined as stage %d: layers %d to %d, TP ranks %s",
+                joined.placement.pp_rank,
+                joined.placement.layer_start,
+                joined.placement.layer_end - 1,
+                ", ".join(map(str, joined.placement.tp_ranks)),
+            )
             _start_ranks(worker, tasks, config, joined, device)
             tasks.create_task(_until_sent_away(control, joined, worker))
     finally:
@@ -150,6 +158,9 @@ async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:
         # Nothing is ever written to it: it becomes readable when the launcher is gone.
         loop.add_reader(config.lifeline_fd, worker.leave.set)
     await worker.leave.wait()
+    if config.lifeline_fd is not None:
+        loop.remove_reader(config.lifeline_fd)
+    log.info("leaving")
     raise Left
 
 

@@ -73,8 +73,7 @@ async def load(
         raise ConfigError(
             f"the KV cache of stage {pp_rank} (TP rank {tp_rank}) has room for {least} blocks of "
             f"{plan.block_size} tokens, and one sequence of max_model_len {plan.max_model_len} "
-            f"takes {needed_blocks}. Lower --max-model-len to at most {least * plan.block_size}, "
-            "or raise --kv-cache-memory-bytes",
+            f"takes {needed_blocks}. {_remedy(reports, plan, least, needed_blocks)}",
             param="--max-model-len",
         )
     num_blocks = min(least, wanted_blocks)
@@ -87,6 +86,19 @@ async def load(
                 f"where {num_blocks} were planned"
             )
     return LoadedMesh(num_blocks, possible, sum(report.weight_bytes for _, report in reports))
+
+
+def _remedy(
+    reports: Sequence[tuple[int, stage_worker_pb2.RankReport]],
+    plan: stage_worker_pb2.StagePlan,
+    least: int,
+    needed_blocks: int,
+) -> str:
+    needed_bytes = needed_blocks * max(int(report.kv_block_bytes) for _, report in reports)
+    raise_it = f"raise --kv-cache-memory-bytes to at least {needed_bytes}"
+    if least == 0:
+        return f"To serve at all, {raise_it}"
+    return f"Lower --max-model-len to at most {least * plan.block_size}, or {raise_it}"
 
 
 def _check_agreement(

@@ -13,6 +13,7 @@ from enum import Enum
 
 from services.cli import values
 from services.cli.values import Parser
+from services.config import DEFAULT_MASTER_PORT
 
 
 class Arity(Enum):
@@ -78,7 +79,13 @@ MASTER_FLAGS = (
         "address of the head's control service, which workers dial",
         metavar="HOST",
     ),
-    Flag(("--master-port",), values.port, "port of the head's control service", metavar="PORT"),
+    Flag(
+        ("--master-port",),
+        values.port,
+        f"port of the head's control service (default: {DEFAULT_MASTER_PORT}; a free one where "
+        "one serve starts all workers)",
+        metavar="PORT",
+    ),
 )
 
 SERVE_GROUPS = (
@@ -142,7 +149,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
-                "how long the head waits for every stage worker",
+                "how long the head waits for every stage worker (default: 300)",
                 metavar="SECONDS",
             ),
         ),
@@ -165,7 +172,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--served-model-name",),
                 values.texts,
-                "names that clients may use for the model; default: MODEL",
+                "names that clients may use for the model; default: MODEL, or the last part of its path",
                 metavar="NAME",
                 arity=Arity.MANY,
             ),
@@ -185,7 +192,12 @@ SERVE_GROUPS = (
                 values.size_or_auto,
                 "longest prompt and answer together, in tokens; default: the model's",
             ),
-            Flag(("--tokenizer",), values.text, "directory of another tokenizer", metavar="DIR"),
+            Flag(
+                ("--tokenizer",),
+                values.text,
+                "another tokenizer: a directory or a Hub repository id",
+                metavar="NAME",
+            ),
             Flag(
                 ("--chat-template",),
                 values.text,
@@ -236,7 +248,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--enforce-eager",),
                 values.switch,
-                "never capture graphs",
+                "run operators one by one (always so in this version: no graphs are captured)",
                 arity=Arity.SWITCH,
             ),
         ),
@@ -254,7 +266,7 @@ STAGE_WORKER_GROUPS = (
                 "address that this worker listens on and announces",
                 metavar="HOST",
             ),
-            Flag(("--port",), values.port, "port; 0 takes a free one", metavar="PORT"),
+            Flag(("--port",), values.port, "port; default: 0, a free one", metavar="PORT"),
             Flag(("--node-rank",), values.natural_integer, "number of this node, from 0"),
             Flag(
                 ("--pp-rank",),
@@ -272,7 +284,7 @@ STAGE_WORKER_GROUPS = (
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
-                "how long to try to reach the head",
+                "how long to try to reach the head (default: 30)",
                 metavar="SECONDS",
             ),
             Flag(

@@ -71,7 +71,7 @@ class Membership:
 
     def missing(self) -> tuple[str, ...]:
         """The places that nobody holds, in words."""
-        return tuple(_words(place) for place in sorted(self._placements.keys() - self._members))
+        return tuple(map(self._words, sorted(self._placements.keys() - self._members)))
 
     def join(self, request: control_pb2.JoinRequest, now: float) -> control_pb2.JoinResponse:
         """Gives a worker its place. Raises `JoinRefused` and changes nothing when it cannot."""
@@ -90,7 +90,7 @@ class Membership:
         needed = max(placement.device_indices) + 1
         if request.HasField("num_devices") and request.num_devices < needed:
             raise JoinRefused(
-                f"{_words(place)} needs device {needed - 1} of its node, and {_who(request)} has "
+                f"{self._words(place)} needs device {needed - 1} of its node, and {_who(request)} has "
                 f"{request.num_devices}; place fewer ranks there, or make more devices visible"
             )
         self._joined += 1
@@ -147,7 +147,7 @@ class Membership:
         place = (wanted.dp_rank, wanted.pp_rank, wanted.tp_ranks[0] if wanted.tp_ranks else 0)
         if place not in self._placements:
             raise JoinRefused(
-                f"{_who(request)} wants {_words(place)}, and this mesh has stages 0 to "
+                f"{_who(request)} wants {self._words(place)}, and this mesh has stages 0 to "
                 f"{self._shape.pp_size - 1} of {self._shape.dp_size} replicas; check that all "
                 "nodes have the same sizes and --nnodes"
             )
@@ -155,7 +155,7 @@ class Membership:
             return place
         holder = self._members[place]
         raise JoinRefused(
-            f"{_words(place)} is held by worker {holder.address} on {holder.node} (node rank "
+            f"{self._words(place)} is held by worker {holder.address} on {holder.node} (node rank "
             f"{holder.node_rank}, pid {holder.pid}); {_who(request)} wants it too. Give each node "
             "a --node-rank of its own, and each stage worker a --pp-rank"
         )
@@ -167,6 +167,16 @@ class Membership:
             same = (member.address, member.pid) == (request.address, request.pid)
             if same or now - member.heard_at > MEMBER_TIMEOUT_SECONDS:
                 del self._members[place]
+
+    def _words(self, place: tuple[int, int, int]) -> str:
+        """A place as people say it: only what there is more than one of."""
+        dp_rank, pp_rank, tp_rank_start = place
+        words = f"stage {pp_rank}"
+        if self._shape.dp_size > 1:
+            words += f" of replica {dp_rank}"
+        if tp_rank_start > 0:
+            words += f" from TP rank {tp_rank_start}"
+        return words
 
     def heartbeat(
         self, request: control_pb2.HeartbeatRequest, now: float
@@ -195,10 +205,6 @@ class Membership:
 
 def _place(placement: StagePlacement) -> tuple[int, int, int]:
     return (placement.dp_rank, placement.pp_rank, placement.tp_ranks[0])
-
-
-def _words(place: tuple[int, int, int]) -> str:
-    return f"stage {place[1]} (replica {place[0]}, TP ranks from {place[2]})"
 
 
 def _who(request: control_pb2.JoinRequest) -> str:

@@ -39,8 +39,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         except JoinRefused as refusal:
             log.warning("join refused: %s", refusal.message)
             raise
+        missing = ", ".join(self.membership.missing())
         log.info(
-            "stage %d joined: %s at %s", response.placement.pp_rank, request.node, request.address
+            "stage %d joined: node %s at %s; %s",
+            response.placement.pp_rank,
+            request.node,
+            request.address,
+            f"waiting for {missing}" if missing else "all are here",
         )
         self._changed.set()
         return response
