@@ -172,7 +172,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--served-model-name",),
                 values.texts,
-                "names that clients may use for the model; default: MODEL, or the last part of its path",
+                "names that clients may use for the model; default: MODEL, of a path the last part",
                 metavar="NAME",
                 arity=Arity.MANY,
             ),

@@ -90,8 +90,8 @@ class Membership:
         needed = max(placement.device_indices) + 1
         if request.HasField("num_devices") and request.num_devices < needed:
             raise JoinRefused(
-                f"{self._words(place)} needs device {needed - 1} of its node, and {_who(request)} has "
-                f"{request.num_devices}; place fewer ranks there, or make more devices visible"
+                f"{self._words(place)} needs device {needed - 1} of its node, and {_who(request)} "
+                f"has {request.num_devices}; place fewer ranks there, or make more devices visible"
             )
         self._joined += 1
         member = Member(

@@ -58,7 +58,7 @@ def test_a_wish_is_kept_and_the_missing_stage_is_named() -> None:
     table = membership()
     assert table.join(request(1, pp_rank=1), now=0.0).placement.pp_rank == 1
     assert not table.complete
-    assert table.missing() == ("stage 0 (replica 0, TP ranks from 0)",)
+    assert table.missing() == ("stage 0",)
 
 
 def test_two_workers_for_one_stage_are_both_named() -> None:
