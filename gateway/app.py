@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
@@ -25,17 +24,18 @@ from gateway.engine.scheduler import SchedulerLimits
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
 from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
-from gateway.mesh_plan import MeshPlan, make_plan
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
-from services.config import ServeConfig
+from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.membership import Membership
 from services.control.service import ControlService
 from services.errors import StagemeshError, failure_of
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
+from services.mesh_plan import MeshPlan, make_plan
 from services.models.resolve import resolve_model
+from services.rpc.addresses import check_master_address, join_host_port
 from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
 from services.telemetry.metrics import Metrics
@@ -71,40 +71,53 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     setup_logging(process="gateway")
     # The engine waits for events; its timers are deadlines of seconds.
     allow_late_timers(TIMER_SLACK_SECONDS)
+    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    if warning is not None:
+        log.warning("%s", warning)
+    # Before the event loop, since a download may take long and Ctrl-C must end it.
+    model_path = resolve_model(config.model)
+    plan = make_plan(config, model_path, socket.gethostname(), own_devices=launch_workers)
+    assets = load_assets(config, model_path)
     failure: StagemeshError | None = None
     try:
-        uvloop.run(_main(config, launch_workers=launch_workers))
+        uvloop.run(_serve_until_stopped(config, plan, assets, launch_workers=launch_workers))
     except* Stopped:
         pass
     except* StagemeshError as errors:
         failure = failure_of(errors)
+    except* Exception as errors:
+        log.exception("the gateway failed unexpectedly", exc_info=errors)
+        failure = StagemeshError("the gateway failed unexpectedly; its log has the cause")
     if failure is not None:
         # Outside of the handler, which would wrap it in a group again.
         raise failure
     return 0
 
 
-@dataclass(slots=True)
 class _StopRequest:
-    """Set by a signal."""
+    """Set by signals: the first one asks for a drain, a second one is impatience."""
 
-    event: asyncio.Event
-    drain_seconds: float = INTERRUPT_DRAIN_SECONDS
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.impatient = asyncio.Event()
+        self.drain_seconds = INTERRUPT_DRAIN_SECONDS
 
     def ask(self, drain_seconds: float) -> None:
-        # A second signal is impatience.
-        self.drain_seconds = 0.0 if self.event.is_set() else drain_seconds
-        self.event.set()
+        """A signal has come."""
+        if self.asked.is_set():
+            self.impatient.set()
+        self.drain_seconds = drain_seconds
+        self.asked.set()
 
 
-async def _main(config: ServeConfig, *, launch_workers: bool) -> None:
-    stop = _StopRequest(asyncio.Event())
+async def _serve_until_stopped(
+    config: ServeConfig, plan: MeshPlan, assets: ModelAssets, *, launch_workers: bool
+) -> None:
+    stop = _StopRequest()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, INTERRUPT_DRAIN_SECONDS)
     loop.add_signal_handler(signal.SIGTERM, stop.ask, TERMINATE_DRAIN_SECONDS)
-    model_path = resolve_model(config.model)
-    plan = make_plan(config, model_path, socket.gethostname())
-    gateway = Gateway(config, plan, load_assets(config, model_path))
+    gateway = Gateway(config, plan, assets)
     await gateway.run(stop, launch_workers=launch_workers)
 
 
@@ -116,8 +129,17 @@ class Gateway:
         self._plan = plan
         self._assets = assets
         self._metrics = Metrics()
-        self._control = ControlService(Membership(plan.shape, plan.placements, plan.fingerprint))
-        self._mesh = Mesh(plan, self._control, self._make_engine, self._metrics.observe_stage)
+        self._control = ControlService(
+            Membership(plan.shape, plan.placements, plan.fingerprint, plan.device)
+        )
+        self._mesh = Mesh(
+            plan,
+            self._control,
+            self._make_engine,
+            self._metrics.observe_stage,
+            self._metrics.observe_routing,
+            config.join_timeout_seconds,
+        )
         self._metrics.watch_engine(self._mesh.stats)
         self._frontend = Frontend(
             self._mesh,
@@ -129,6 +151,8 @@ class Gateway:
             seed=config.seed,
         )
         self._doors_stop = asyncio.Event()
+        self._doors_closed = asyncio.Event()
+        self._stopping = False
 
     def _make_engine(self, pipeline: MeshPipeline, num_blocks: int) -> MeshEngine:
         limits = SchedulerLimits(
@@ -167,10 +191,11 @@ class Gateway:
             stack.callback(rest_server.close)
             rest_port = rest_server.bind(config.host, config.port)
             grpc_port = inference_server.bind(config.host, config.grpc_port, flag="--grpc-port")
-            # Nobody outside asks for the control port of a mesh that starts its own workers.
-            wanted = 0 if launch_workers else config.master_port
-            master_port = control_server.bind(config.master_addr, wanted, flag="--master-port")
+            master_port = control_server.bind(
+                config.master_addr, self._wanted_master_port(launch_workers), flag="--master-port"
+            )
             await control_server.start()
+            log.info("workers join at %s", join_host_port(config.master_addr, master_port))
             stack.push_async_callback(control_server.stop, grace_seconds=0.0)
             await inference_server.start(serving=False)
             stack.push_async_callback(inference_server.stop, grace_seconds=DOOR_GRACE_SECONDS)
@@ -186,28 +211,51 @@ class Gateway:
                 if launcher is not None:
                     tasks.create_task(self._watch_workers(launcher))
 
+    def _wanted_master_port(self, launch_workers: bool) -> int:
+        if self._config.master_port is not None:
+            return self._config.master_port
+        # Nobody outside asks for the control port of a mesh that starts all its workers.
+        return 0 if launch_workers and self._config.nnodes == 1 else DEFAULT_MASTER_PORT
+
     def _launcher(self) -> LocalLauncher:
-        pp_ranks = range(self._plan.shape.pp_size)
-        return LocalLauncher(LocalWorkers(self._config.master_addr, pp_ranks, self._plan.device))
+        plan = self._plan
+        return LocalLauncher(
+            LocalWorkers(
+                self._config.master_addr,
+                plan.placements_of(self._config.node_rank),
+                plan.device,
+                plan.num_devices,
+                plan.fingerprint,
+            )
+        )
 
     def _why_not_ready(self) -> str | None:
         return None if self._mesh.ready else self._mesh.why_not_ready or "the mesh is going down"
 
     async def _serve_rest(self, server: RestServer) -> None:
-        await server.run(self._doors_stop, grace_seconds=DOOR_GRACE_SECONDS)
+        try:
+            await server.run(self._doors_stop, grace_seconds=DOOR_GRACE_SECONDS)
+        finally:
+            self._doors_closed.set()
 
     async def _run_mesh(self) -> None:
+        failure: StagemeshError | None = None
         try:
             await self._mesh.run()
         except* StagemeshError as errors:
             failure = failure_of(errors)
-            if failure is None:
-                raise
+        # Workers that leave one after the other are no failure once the mesh goes down.
+        if failure is not None and not self._stopping:
             # Clients have been told; let their last bytes out before everything ends.
             log.error("the mesh has failed: %s", failure.message)
-            self._doors_stop.set()
-            await asyncio.sleep(DOOR_GRACE_SECONDS)
-            raise failure from None
+            await self._close_doors()
+            raise failure
+
+    async def _close_doors(self) -> None:
+        """Takes no more connections and waits, bounded, for the last bytes to go out."""
+        self._doors_stop.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._doors_closed.wait(), 2 * DOOR_GRACE_SECONDS)
 
     async def _announce(self, inference_server: RpcServer, rest_port: int, grpc_port: int) -> None:
         await self._mesh.ready_event.wait()
@@ -215,21 +263,36 @@ class Gateway:
         host = self._config.host
         model = self._frontend.model_names[0]
         chat = self._assets.chat_template is not None
-        print(banner(host, rest_port, grpc_port, model, chat=chat), flush=True)
+        print(
+            banner(host, rest_port, grpc_port, model, chat=chat, keys=bool(self._config.api_key)),
+            flush=True,
+        )
 
     async def _watch_workers(self, launcher: LocalLauncher) -> None:
-        pp_rank, code = await launcher.first_exit()
+        ended = await launcher.first_exit()
+        if self._stopping:
+            return
+        code, pp_rank = ended.code, ended.placement.pp_rank
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         self._mesh.fail(f"the worker process of stage {pp_rank} {how}; its log lines say why")
 
     async def _stop_on_request(self, stop: _StopRequest, inference_server: RpcServer) -> None:
-        await stop.event.wait()
+        await stop.asked.wait()
         log.info("stopping: no new requests, those that run get %.0f s", stop.drain_seconds)
         await inference_server.set_serving(False)
-        await self._mesh.drain(stop.drain_seconds)
-        self._doors_stop.set()
+        async with asyncio.TaskGroup() as tasks:
+            hurry = tasks.create_task(self._hurry(stop))
+            await self._mesh.drain(stop.drain_seconds)
+            hurry.cancel()
+        await self._close_doors()
+        self._stopping = True
         await self._mesh.dismiss_workers()
         raise Stopped
+
+    async def _hurry(self, stop: _StopRequest) -> None:
+        await stop.impatient.wait()
+        log.info("stopping now")
+        await self._mesh.drain(0.0)
 
 
 def _default_name(config: ServeConfig) -> str:

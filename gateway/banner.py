@@ -7,7 +7,9 @@ import json
 from services.rpc.addresses import join_host_port
 
 
-def banner(host: str, rest_port: int, grpc_port: int, model: str, *, chat: bool) -> str:
+def banner(
+    host: str, rest_port: int, grpc_port: int, model: str, *, chat: bool, keys: bool = False
+) -> str:
     """The text, ending with a curl line that works when pasted."""
     url = f"http://{join_host_port(host, rest_port)}"
     if chat:
@@ -21,8 +23,9 @@ def banner(host: str, rest_port: int, grpc_port: int, model: str, *, chat: bool)
     else:
         path = "/v1/completions"
         body = {"model": model, "prompt": "The capital of France is", "max_tokens": 16}
+    key = ' -H "Authorization: Bearer $STAGEMESH_API_KEY"' if keys else ""
     return (
         f"\nStagemesh serves {model} at {url} (gRPC {join_host_port(host, grpc_port)}). Try:\n\n"
-        f"  curl -N {url}{path} -H 'Content-Type: application/json' \\\n"
+        f"  curl -N {url}{path} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )

@@ -1,8 +1,8 @@
 """The mesh as the gateway sees it: from the first join to the last step.
 
 Front doors hold a `Mesh` from the start and can ask it anything at any time:
-until the pipeline is complete, and after it has failed, requests are refused
-with the reason. It makes one engine for each epoch.
+until every replica is complete, and after one has failed, requests are refused
+with the reason.
 """
 
 from __future__ import annotations
@@ -13,30 +13,26 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from gateway.engine.engine import MeshEngine
+from gateway.engine.router import ReplicaRouter
 from gateway.engine.types import ChoiceDelta, EngineStats, GenerationRequest
-from gateway.mesh_plan import MeshPlan
 from gateway.mesh_view import MeshView, mesh_view
-from gateway.pipeline.bring_up import LoadedMesh, Stage, form_groups, load
+from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import MeshPipeline
-from gateway.pipeline.stage_client import StageClient
+from gateway.replica import Replica
 from services.control.service import ControlService
 from services.errors import PipelineUnavailable, StageFailed
-from services.rpc.channel import create_channel
-from stagemesh.v1 import stage_worker_pb2, step_pb2
+from services.mesh_plan import MeshPlan
+from stagemesh.v1 import step_pb2
 
 log = logging.getLogger("stagemesh.gateway")
 
 FIRST_EPOCH = 1
-JOIN_TIMEOUT_SECONDS = 60.0
-PROGRESS_STEP_PERCENT = 25
-NOTHING_YET = EngineStats(0, 0, 0, 0, 0, 0)
+RETRY_AFTER_SECONDS = 5.0
+WAITING = "waiting for stage workers"
 
 
 class Mesh:
-    """All stages of one model, and the engine that drives them.
-
-    Implements `gateway.engine.types.Engine` for the front doors.
-    """
+    """All replicas of one model. Implements `gateway.engine.types.Engine`."""
 
     def __init__(
         self,
@@ -44,156 +40,161 @@ class Mesh:
         control: ControlService,
         make_engine: Callable[[MeshPipeline, int], MeshEngine],
         on_clock: Callable[[int, step_pb2.StageClock], None],
+        on_routed: Callable[[int], None],
+        join_timeout_seconds: float,
     ) -> None:
+        """`on_clock` hears (stage, clock) of every step, `on_routed` the replica of every
+        request."""
         self._plan = plan
         self._control = control
         self._make_engine = make_engine
         self._on_clock = on_clock
-        self._engine: MeshEngine | None = None
-        self._pipeline: MeshPipeline | None = None
-        self._stages: list[Stage] = []
+        self._on_routed = on_routed
+        self._join_timeout_seconds = join_timeout_seconds
+        self._replicas: list[Replica] = []
+        self._router = ReplicaRouter(plan.shape.dp_size)
         self._epoch = 0
-        self._why_not_ready = "stage workers are starting"
-        self._percent: dict[tuple[int, int], int] = {}
+        self._why_not_ready = WAITING
         self._failed: asyncio.Future[StageFailed] = asyncio.get_running_loop().create_future()
-        self.loaded: LoadedMesh | None = None
         self.ready_event = asyncio.Event()
-        """Set when the first pipeline is complete."""
+        """Set when every replica is complete."""
 
     @property
     def ready(self) -> bool:
-        """Whether a complete pipeline takes requests."""
-        return self._engine is not None and self._engine.ready
+        """Whether every replica takes requests."""
+        return self.ready_event.is_set() and all(engine.ready for engine in self._engines)
 
     @property
     def why_not_ready(self) -> str:
         """What is missing, for `/ready`."""
+        missing = self._control.membership.missing()
+        if self._why_not_ready == WAITING and missing:
+            return f"waiting for {', '.join(missing)} to join"
         return self._why_not_ready
 
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Sequences that each replica has taken and not finished."""
+        return self._router.outstanding
+
+    @property
+    def _engines(self) -> list[MeshEngine]:
+        return [r.engine for r in self._replicas if r.engine is not None]
+
     def stats(self) -> EngineStats:
-        """The engine's, or nothing while there is none."""
-        return self._engine.stats() if self._engine is not None else NOTHING_YET
+        """Summed over all replicas; zeros while there is none."""
+        stats = [engine.stats() for engine in self._engines]
+        return EngineStats(
+            num_blocks=sum(s.num_blocks for s in stats),
+            free_blocks=sum(s.free_blocks for s in stats),
+            waiting_requests=sum(s.waiting_requests for s in stats),
+            running_requests=sum(s.running_requests for s in stats),
+            steps_in_flight=sum(s.steps_in_flight for s in stats),
+            preemptions=sum(s.preemptions for s in stats),
+        )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `Engine.generate`. Raises `PipelineUnavailable` with what is missing."""
-        if self._engine is None:
+        if not self.ready_event.is_set():
             raise PipelineUnavailable(
-                f"the mesh is not ready: {self._why_not_ready}", retry_after_seconds=5.0
+                f"the mesh is not ready: {self.why_not_ready}",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        async with contextlib.aclosing(self._engine.generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        chosen = self._router.take(request.prompt_token_ids, request.n)
+        self._on_routed(chosen)
+        try:
+            async with contextlib.aclosing(self._engines[chosen].generate(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._router.give_back(chosen, request.n)
 
     async def run(self) -> None:
         """Brings the mesh up and drives it until cancelled or failed (`StageFailed`)."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._fail_before_pipeline())
-                await self._control.complete(JOIN_TIMEOUT_SECONDS)
-                self._connect()
+                tasks.create_task(self._fail_on_request())
+                await self._control.complete(self._join_timeout_seconds)
                 tasks.create_task(self._watch_members())
                 await self._bring_up()
-                await self._drive(tasks)
+                for replica in self._replicas:
+                    tasks.create_task(replica.run())
+                self._why_not_ready = ""
+                self.ready_event.set()
         finally:
             self._why_not_ready = self._why_not_ready or "the mesh is going down"
 
-    async def close(self) -> None:
-        """Closes the channels to the workers. No call may follow."""
-        for stage in self._stages:
-            await stage.client.close()
-
-    def _connect(self) -> None:
-        for member in self._control.membership.members:
-            client = StageClient(
-                create_channel(member.address), member.address, member.placement.pp_rank
-            )
-            self._stages.append(Stage(client, member.placement))
-
     async def _bring_up(self) -> None:
         self._epoch = FIRST_EPOCH
-        self._why_not_ready = "stages are forming their groups"
-        await form_groups(self._stages, self._plan.shape, self._epoch)
-        self._why_not_ready = "stages are loading weights"
-        needed = self._plan.blocks_per_sequence
-        self.loaded = await load(
-            self._stages,
-            self._plan.stage_plan,
-            needed_blocks=needed,
-            wanted_blocks=needed * self._plan.stage_plan.max_num_seqs,
-            on_progress=self._report_progress,
-        )
+        members = self._control.membership.members
+        self._replicas = [
+            Replica(
+                self._plan,
+                [member for member in members if member.placement.dp_rank == dp_rank],
+                self._make_engine,
+                self._on_clock,
+                self._is_doing,
+            )
+            for dp_rank in range(self._plan.shape.dp_size)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            loads = [tasks.create_task(r.bring_up(self._epoch)) for r in self._replicas]
+        self._report_loaded([load.result() for load in loads])
+
+    def _report_loaded(self, loaded: list[LoadedMesh]) -> None:
+        shape = self._plan.shape
         log.info(
-            "mesh loaded: %d stages, %.1f MB of weights, %d KV blocks of %d tokens",
-            self._plan.shape.pp_size,
-            self.loaded.weight_bytes / 1e6,
-            self.loaded.num_blocks,
+            "mesh loaded: DP %d x PP %d x TP %d, %.1f MB of weights, %d KV blocks of %d tokens",
+            shape.dp_size,
+            shape.pp_size,
+            shape.tp_size,
+            sum(one.weight_bytes for one in loaded) / 1e6,
+            sum(one.num_blocks for one in loaded),
             self._plan.stage_plan.block_size,
         )
 
-    async def _drive(self, tasks: asyncio.TaskGroup) -> None:
-        if self.loaded is None:
-            raise StageFailed("the mesh was driven before it was loaded")
-        self._pipeline = MeshPipeline(self._stages, self._epoch, self._on_clock)
-        self._engine = self._make_engine(self._pipeline, self.loaded.num_blocks)
-        tasks.create_task(self._pipeline.run())
-        tasks.create_task(self._run_engine(self._engine))
-        await self._refresh_members()
-        self._why_not_ready = ""
-        self.ready_event.set()
-
-    async def _refresh_members(self) -> None:
-        """Asks every worker what it is now: the last heartbeat may be from before the load."""
-        members = {member.address: member for member in self._control.membership.members}
-        for stage in self._stages:
-            members[stage.client.address].status.CopyFrom(await stage.client.status())
-
-    async def _run_engine(self, engine: MeshEngine) -> None:
-        """The engine ends its requests with the pipeline's failure; here it ends the mesh."""
-        await engine.run()
-        if engine.error is not None:
-            self._why_not_ready = engine.error.message
-            raise engine.error
+    def _is_doing(self, what: str) -> None:
+        self._why_not_ready = what
 
     async def _watch_members(self) -> None:
-        """A silent member ends the pipeline, whose failure ends the engine."""
+        """A silent member ends the mesh."""
         try:
             await self._control.watch()
         except StageFailed as failure:
-            if self._pipeline is None:
-                raise
-            self._pipeline.fail(failure)
-
-    def _report_progress(self, pp_rank: int, progress: stage_worker_pb2.LoadProgress) -> None:
-        percent = 100 * progress.loaded_bytes // max(1, progress.total_bytes)
-        known = self._percent.get((pp_rank, progress.tp_rank), -PROGRESS_STEP_PERCENT)
-        if percent - known >= PROGRESS_STEP_PERCENT:
-            self._percent[pp_rank, progress.tp_rank] = percent
-            self._why_not_ready = f"stage {pp_rank} has loaded {percent} % of its weights"
-            log.info("stage %d rank %d: %d %% loaded", pp_rank, progress.tp_rank, percent)
+            self.fail(failure.message)
 
     def fail(self, message: str) -> None:
         """Ends the mesh for a reason seen from outside: a worker process that is gone."""
         failure = StageFailed(message)
         self._why_not_ready = message
-        if self._pipeline is not None:
-            self._pipeline.fail(failure)
-        elif not self._failed.done():
+        pipelines = [r.pipeline for r in self._replicas if r.pipeline is not None]
+        for pipeline in pipelines:
+            # Requests in flight end with the reason before the mesh does.
+            pipeline.fail(failure)
+        if not self.ready_event.is_set() and not self._failed.done():
             self._failed.set_result(failure)
 
-    async def _fail_before_pipeline(self) -> None:
+    async def _fail_on_request(self) -> None:
         raise await self._failed
 
     async def drain(self, timeout_seconds: float) -> None:
         """Stops admission and lets what runs finish, up to a deadline."""
         self._why_not_ready = "the mesh is draining"
-        if self._engine is not None:
-            await self._engine.drain(asyncio.get_running_loop().time() + timeout_seconds)
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(engine.drain(deadline))
 
     async def dismiss_workers(self) -> None:
         """Tells every worker to leave."""
         async with asyncio.TaskGroup() as tasks:
-            for stage in self._stages:
-                tasks.create_task(stage.client.drain())
+            for replica in self._replicas:
+                tasks.create_task(replica.dismiss_workers())
+
+    async def close(self) -> None:
+        """Closes the channels to the workers. No call may follow."""
+        for replica in self._replicas:
+            await replica.close()
 
     def view(self) -> MeshView:
         """What `/v1/mesh` shows."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from gateway.mesh_plan import MeshPlan
 from services.control.membership import Member
+from services.mesh_plan import MeshPlan
+from services.topology.placement import StagePlacement
 from stagemesh.v1 import stage_worker_pb2
 
 _STATE_NAMES = {
@@ -16,6 +17,9 @@ _STATE_NAMES = {
     stage_worker_pb2.COMPONENT_STATE_DRAINING: "draining",
     stage_worker_pb2.COMPONENT_STATE_FAILED: "failed",
 }
+MISSING = "missing"
+_SEVERITY = ("ready", "loading", "starting", MISSING, "draining", "failed")
+"""From best to worst: a stage is in the state of its worst part."""
 
 
 class RankView(TypedDict):
@@ -28,13 +32,15 @@ class RankView(TypedDict):
 
 
 class StageView(TypedDict):
-    """One stage; `state` is "missing" while no worker has joined for it."""
+    """One stage of one replica; `state` is "missing" while a worker of it has not joined."""
 
+    dp_rank: int
     pp_rank: int
     layer_start: int
     layer_end: int
     tp_size: int
     node: str
+    """Host names, separated by commas where the stage spans nodes."""
     state: str
     ranks: list[RankView]
 
@@ -47,23 +53,34 @@ class MeshView(TypedDict):
 
 
 def mesh_view(epoch: int, plan: MeshPlan, members: Sequence[Member]) -> MeshView:
-    """Every planned stage, joined or not, with what its worker last said of its ranks."""
-    by_stage = {member.placement.pp_rank: member for member in members}
-    stages: list[StageView] = []
+    """Every planned stage, joined or not, with what its workers last said of their ranks."""
+    joined = {_place(member.placement): member for member in members}
+    stages: dict[tuple[int, int], StageView] = {}
     for placement in plan.placements:
-        member = by_stage.get(placement.pp_rank)
-        stages.append(
+        member = joined.get(_place(placement))
+        state = _state_name(member.status.state) if member else MISSING
+        stage = stages.setdefault(
+            (placement.dp_rank, placement.pp_rank),
             {
+                "dp_rank": placement.dp_rank,
                 "pp_rank": placement.pp_rank,
                 "layer_start": placement.layer_start,
                 "layer_end": placement.layer_end,
                 "tp_size": plan.shape.tp_size,
-                "node": member.node if member else "",
-                "state": _state_name(member.status.state) if member else "missing",
-                "ranks": _ranks(member.status) if member else [],
-            }
+                "node": "",
+                "state": state,
+                "ranks": [],
+            },
         )
-    return {"epoch": epoch, "stages": stages}
+        stage["state"] = max(stage["state"], state, key=_SEVERITY.index)
+        if member is not None:
+            stage["node"] = ",".join(filter(None, (stage["node"], member.node)))
+            stage["ranks"].extend(_ranks(member.status))
+    return {"epoch": epoch, "stages": list(stages.values())}
+
+
+def _place(placement: StagePlacement) -> tuple[int, int, int]:
+    return placement.dp_rank, placement.pp_rank, placement.tp_ranks[0]
 
 
 def _ranks(status: stage_worker_pb2.StatusResponse) -> list[RankView]:

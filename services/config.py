@@ -21,13 +21,29 @@ class ServeConfig:
     model: str
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    """Replicas of the whole TP x PP pipeline behind one gateway."""
     pp_layer_partition: tuple[int, ...] | None = None
+    distributed_executor_backend: str = "mp"
+    nnodes: int = 1
+    """Nodes that share the mesh's ranks evenly, node by node."""
+    node_rank: int = 0
+    """0 is the head, which runs the gateway."""
+    headless: bool = False
+    """Runs this node's stage workers only; needed on every node but the head."""
+    cpu_devices: int | None = None
+    """Devices of a node without an accelerator; None counts its cores."""
+    insecure: bool = False
+    """Allows a public --master-addr without TLS."""
+    join_timeout_seconds: float = 300.0
+    """How long the head waits for every stage worker."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     grpc_port: int = DEFAULT_GRPC_PORT
     master_addr: str = DEFAULT_HOST
-    master_port: int = DEFAULT_MASTER_PORT
-    """Where the control service listens; 0 takes a free port."""
+    master_port: int | None = None
+    """Where the control service listens; 0 takes a free port. None: a free port where one
+    `serve` starts all workers itself, else DEFAULT_MASTER_PORT."""
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -61,8 +77,16 @@ class StageWorkerConfig:
     port: int = 0
     """0 takes a free port."""
     node_rank: int = 0
+    dp_rank: int = 0
+    """The replica that this worker wants a stage of."""
     pp_rank: int | None = None
     """The stage that this worker wants; None lets the head choose."""
+    tp_rank_start: int = 0
+    """First TP rank that this worker wants, where a stage spans nodes."""
+    fingerprint: str | None = None
+    """Set by a local launcher: the plan's fingerprint as this node sees it, base64."""
+    cpu_devices: int | None = None
+    """Devices of a node without an accelerator; None counts its cores."""
     device: str = "auto"
     join_timeout_seconds: float = 30.0
     lifeline_fd: int | None = None

@@ -8,6 +8,7 @@ launcher is gone, or it gets a signal.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from services.rpc.channel import create_channel
 from services.rpc.server import RpcServer, host_port
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
+from services.topology.partition import PARTITION_ENV
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.rank_process import RankProcess
 from stage_worker.service import StageWorker
@@ -58,17 +60,21 @@ def run(config: StageWorkerConfig) -> int:
         failure = failure_of(errors)
         log.error("%s", failure.message if failure is not None else errors)
         code = 1
+    except* Exception as errors:
+        log.exception("the stage worker failed unexpectedly", exc_info=errors)
+        code = 1
     return code
 
 
 async def _serve(config: StageWorkerConfig) -> None:
-    device, num_devices = resolve_device(config.device)
+    device, num_devices = resolve_device(config.device, config.cpu_devices)
     worker = StageWorker()
     server = RpcServer([SERVICE_NAME])
     stage_worker_pb2_grpc.add_StageWorkerServiceServicer_to_server(worker, server.grpc_server)
     port = server.bind(config.host, config.port)
     await server.start()
     head = host_port(config.master_addr, config.master_port)
+    log.info("listening on %s, asking the head at %s", host_port(config.host, port), head)
     channel = create_channel(head)
     control = ControlClient(channel, head)
     request = control_pb2.JoinRequest(
@@ -76,16 +82,27 @@ async def _serve(config: StageWorkerConfig) -> None:
         node_rank=config.node_rank,
         address=host_port(config.host, port),
         pid=os.getpid(),
-        fingerprint=environment_fingerprint(),
+        fingerprint=_fingerprint(config),
         device=device,
         num_devices=num_devices,
     )
     if config.pp_rank is not None:
-        request.wanted.CopyFrom(topology_pb2.Placement(pp_rank=config.pp_rank))
+        request.wanted.CopyFrom(
+            topology_pb2.Placement(
+                dp_rank=config.dp_rank, pp_rank=config.pp_rank, tp_ranks=[config.tp_rank_start]
+            )
+        )
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_until_left(worker, config))
             joined = await control.join(request, config.join_timeout_seconds)
+            log.info(
+                "joined as stage %d: layers %d to %d, TP ranks %s",
+                joined.placement.pp_rank,
+                joined.placement.layer_start,
+                joined.placement.layer_end - 1,
+                ", ".join(map(str, joined.placement.tp_ranks)),
+            )
             _start_ranks(worker, tasks, config, joined, device)
             tasks.create_task(_until_sent_away(control, joined, worker))
     finally:
@@ -93,6 +110,14 @@ async def _serve(config: StageWorkerConfig) -> None:
             await rank.stop()
         await server.stop(grace_seconds=STOP_GRACE_SECONDS)
         await channel.close()
+
+
+def _fingerprint(config: StageWorkerConfig) -> topology_pb2.Fingerprint:
+    """What this worker brings to the comparison at join: the plan as its node made it, or
+    without a launcher its versions and the partition that its environment asks for."""
+    if config.fingerprint is not None:
+        return topology_pb2.Fingerprint.FromString(base64.b64decode(config.fingerprint))
+    return environment_fingerprint(partition=os.environ.get(PARTITION_ENV))
 
 
 def _start_ranks(
@@ -133,6 +158,9 @@ async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:
         # Nothing is ever written to it: it becomes readable when the launcher is gone.
         loop.add_reader(config.lifeline_fd, worker.leave.set)
     await worker.leave.wait()
+    if config.lifeline_fd is not None:
+        loop.remove_reader(config.lifeline_fd)
+    log.info("leaving")
     raise Left
 
 

@@ -25,6 +25,9 @@ import psutil
 READY_TIMEOUT_SECONDS = 60.0
 """CI machines are slow and shared; how fast a start has to be is a test of its own."""
 CTRL_C_SECONDS = 5.0
+CPU_DEVICES = 16
+"""Ranks that a test may run, however few cores there are."""
+_JOIN_AT = re.compile(r"workers join at ([^:]+):(\d+)")
 _BANNER = re.compile(r"serves (\S+) at (http://\S+) \(gRPC (\S+)\)")
 
 
@@ -32,13 +35,22 @@ class MeshProcess:
     """One served mesh and all its processes."""
 
     def __init__(
-        self, model: Path | str, *flags: str, command: Sequence[str] | None = None
+        self,
+        model: Path | str,
+        *flags: str,
+        command: Sequence[str] | None = None,
+        nodes: Sequence[Sequence[str]] = (),
     ) -> None:
-        """`command` starts a mesh in another way, and must print the same banner."""
+        """`command` starts a mesh in another way, and must print the same banner. For each
+        of `nodes` a `stagemesh serve --headless` with these flags is started as soon as the
+        head's control service is there; their logs go to the mesh's."""
         self._command = command or [
             *(sys.executable, "-m", "services.cli", "serve", str(model)),
-            *("--port", "0", "--grpc-port", "0", *flags),
+            *("--port", "0", "--grpc-port", "0", "--cpu-devices", str(CPU_DEVICES), *flags),
         ]
+        self._nodes = nodes
+        self._node_model: str | None = None
+        self._node_processes: list[subprocess.Popen[bytes]] = []
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
             prefix="stagemesh-test-", suffix=".log"
         )
@@ -61,11 +73,42 @@ class MeshProcess:
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        if self._nodes:
+            self._start_nodes()
         if not self._ready.wait(READY_TIMEOUT_SECONDS) or not self.url:
             self._end()
             raise AssertionError(f"the mesh did not become ready; its log:\n{self.log()}")
         self.ready_seconds = time.monotonic() - started
         return self
+
+    def _start_nodes(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_SECONDS
+        while (found := _JOIN_AT.search(self.log())) is None:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                return
+            time.sleep(0.05)
+        head = ["--master-addr", found.group(1), "--master-port", found.group(2)]
+        model = self._node_model or self._command[4]
+        for flags in self._nodes:
+            command = [*self._command[:4], model, "--headless", *head, *flags]
+            self._node_processes.append(
+                subprocess.Popen(
+                    [*command, "--cpu-devices", str(CPU_DEVICES)],
+                    stdout=self._log,
+                    stderr=self._log,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+
+    def use_model_on_nodes(self, model: Path, nodes: Sequence[Sequence[str]]) -> None:
+        """Headless nodes that serve another model than the head."""
+        self._node_model, self._nodes = str(model), nodes
+
+    @property
+    def node_processes(self) -> Sequence[subprocess.Popen[bytes]]:
+        """The headless nodes, in the order of `nodes`."""
+        return self._node_processes
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -83,9 +126,9 @@ class MeshProcess:
         return self._process
 
     def tree(self) -> list[psutil.Process]:
-        """The gateway and everything below it."""
-        gateway = psutil.Process(self.process.pid)
-        return [gateway, *gateway.children(recursive=True)]
+        """The gateway, the headless nodes, and everything below them."""
+        roots = [psutil.Process(p.pid) for p in (self.process, *self._node_processes)]
+        return [p for root in roots for p in (root, *root.children(recursive=True))]
 
     def ranks(self) -> list[psutil.Process]:
         """The rank processes, in order of stage."""
@@ -127,6 +170,12 @@ class MeshProcess:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait(CTRL_C_SECONDS)
+        for node in self._node_processes:
+            try:
+                node.wait(CTRL_C_SECONDS)  # the head dismisses them
+            except subprocess.TimeoutExpired:
+                node.kill()
+                node.wait(CTRL_C_SECONDS)
         log = self.log()
         self._log.close()
         return log

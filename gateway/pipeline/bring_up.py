@@ -73,12 +73,12 @@ async def load(
         raise ConfigError(
             f"the KV cache of stage {pp_rank} (TP rank {tp_rank}) has room for {least} blocks of "
             f"{plan.block_size} tokens, and one sequence of max_model_len {plan.max_model_len} "
-            f"takes {needed_blocks}. Lower --max-model-len to at most {least * plan.block_size}, "
-            "or raise --kv-cache-memory-bytes",
+            f"takes {needed_blocks}. {_remedy(reports, plan, least, needed_blocks)}",
             param="--max-model-len",
         )
     num_blocks = min(least, wanted_blocks)
     allocated = await _load_all(stages, plan, num_blocks, on_progress)
+    _check_agreement(plan, allocated)
     for pp_rank, report in allocated:
         if report.num_blocks != num_blocks:
             raise StageFailed(
@@ -86,6 +86,41 @@ async def load(
                 f"where {num_blocks} were planned"
             )
     return LoadedMesh(num_blocks, possible, sum(report.weight_bytes for _, report in reports))
+
+
+def _remedy(
+    reports: Sequence[tuple[int, stage_worker_pb2.RankReport]],
+    plan: stage_worker_pb2.StagePlan,
+    least: int,
+    needed_blocks: int,
+) -> str:
+    needed_bytes = needed_blocks * max(int(report.kv_block_bytes) for _, report in reports)
+    raise_it = f"raise --kv-cache-memory-bytes to at least {needed_bytes}"
+    if least == 0:
+        return f"To serve at all, {raise_it}"
+    return f"Lower --max-model-len to at most {least * plan.block_size}, or {raise_it}"
+
+
+def _check_agreement(
+    plan: stage_worker_pb2.StagePlan,
+    reports: Sequence[tuple[int, stage_worker_pb2.RankReport]],
+) -> None:
+    """Every rank has acknowledged this plan, and all boundaries carry the same tensors."""
+    boundaries = []
+    for pp_rank, report in reports:
+        if report.fingerprint_digest != plan.fingerprint.digest:
+            raise StageFailed(
+                f"stage {pp_rank} TP rank {report.tp_rank} acknowledged plan "
+                f"{report.fingerprint_digest or 'none'} where {plan.fingerprint.digest} was sent"
+            )
+        if report.boundary.tensors:
+            boundaries.append((pp_rank, report))
+    for pp_rank, report in boundaries:
+        if report.boundary != boundaries[0][1].boundary:
+            raise StageFailed(
+                f"stage {pp_rank} TP rank {report.tp_rank} sends other tensors on than stage "
+                f"{boundaries[0][0]}: {report.boundary} against {boundaries[0][1].boundary}"
+            )
 
 
 async def _load_all(

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 
 from gateway.pipeline.bring_up import Stage
+from services.control.service import ECHO_REASON
 from services.errors import StageFailed
 from stagemesh.v1 import stage_worker_pb2, step_pb2
 
-ECHO_REASON = "PEER_LOST"
 FIRST_CAUSE_WAIT_SECONDS = 1.0
 """How long an echo waits for the failure that caused it. Part of the 3 s in which
 clients learn of a failure."""

@@ -10,14 +10,22 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from services.cli.flags import CONFIG_FLAG, Arity, Flag, FlagGroup, all_flags
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
+from services.config import ServeConfig, StageWorkerConfig
 
+_DEFAULTS: dict[str, object] = {
+    field.name: field.default
+    for config in (StageWorkerConfig, ServeConfig)
+    for field in fields(config)
+}
+"""By field name; where both commands have a field, their defaults are the same or said in
+the flag's own help."""
 _HELP_NAMES = ("-h", "--help")
 
 
@@ -126,7 +134,12 @@ def _build_parser(
 
 
 def _help(flag: Flag) -> str:
-    return argparse.SUPPRESS if flag.hidden else flag.help
+    if flag.hidden:
+        return argparse.SUPPRESS
+    default = _DEFAULTS.get(flag.field)
+    if default in (None, False, ()) or "default" in flag.help:
+        return flag.help.replace("%", "%%")
+    return f"{flag.help} (default: {default})".replace("%", "%%")
 
 
 def _normalize(command: str, flags: Sequence[Flag], argv: Sequence[str]) -> list[str]:

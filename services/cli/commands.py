@@ -24,6 +24,8 @@ def serve(argv: Sequence[str]) -> int:
         "OpenAI-compatible REST API and gRPC."
     )
     config = _serve_config("serve", description, argv)
+    if config.headless:
+        return load_service("services.launch.headless", "run", "worker")(config)
     return load_service("gateway.app", "serve", "gateway,worker")(config)
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 
 from services.cli import values
 from services.cli.values import Parser
+from services.config import DEFAULT_MASTER_PORT
 
 
 class Arity(Enum):
@@ -66,6 +67,11 @@ DEVICE_FLAG = Flag(
     "where the model runs; auto takes an accelerator if there is one",
     metavar="{auto,cpu,npu,cuda}",
 )
+CPU_DEVICES_FLAG = Flag(
+    ("--cpu-devices",),
+    values.positive_integer,
+    "ranks that this node may run on its CPU; default: its cores",
+)
 MASTER_FLAGS = (
     Flag(
         ("--master-addr",),
@@ -73,7 +79,13 @@ MASTER_FLAGS = (
         "address of the head's control service, which workers dial",
         metavar="HOST",
     ),
-    Flag(("--master-port",), values.port, "port of the head's control service", metavar="PORT"),
+    Flag(
+        ("--master-port",),
+        values.port,
+        f"port of the head's control service (default: {DEFAULT_MASTER_PORT}; a free one where "
+        "one serve starts all workers)",
+        metavar="PORT",
+    ),
 )
 
 SERVE_GROUPS = (
@@ -97,8 +109,49 @@ SERVE_GROUPS = (
                 metavar="N,N,...",
                 environment="VLLM_PP_LAYER_PARTITION",
             ),
+            Flag(
+                ("--data-parallel-size", "-dp"),
+                values.positive_integer,
+                "replicas of the whole pipeline behind one gateway",
+            ),
             DEVICE_FLAG,
+            CPU_DEVICES_FLAG,
+        ),
+    ),
+    FlagGroup(
+        "several nodes",
+        (
+            Flag(
+                ("--distributed-executor-backend",),
+                values.one_of("mp"),
+                "how ranks are started: mp, as processes of each node",
+                metavar="{mp}",
+            ),
+            Flag(
+                ("--nnodes",),
+                values.positive_integer,
+                "nodes that share the ranks evenly, node by node",
+            ),
+            Flag(("--node-rank",), values.natural_integer, "number of this node; 0 is the head"),
             *MASTER_FLAGS,
+            Flag(
+                ("--headless",),
+                values.switch,
+                "run this node's stage workers only; needed on every node but the head",
+                arity=Arity.SWITCH,
+            ),
+            Flag(
+                ("--insecure",),
+                values.switch,
+                "allow a public --master-addr without TLS",
+                arity=Arity.SWITCH,
+            ),
+            Flag(
+                ("--join-timeout-seconds",),
+                values.positive_seconds,
+                "how long the head waits for every stage worker (default: 300)",
+                metavar="SECONDS",
+            ),
         ),
     ),
     FlagGroup(
@@ -119,7 +172,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--served-model-name",),
                 values.texts,
-                "names that clients may use for the model; default: MODEL",
+                "names that clients may use for the model; default: MODEL, of a path the last part",
                 metavar="NAME",
                 arity=Arity.MANY,
             ),
@@ -139,7 +192,12 @@ SERVE_GROUPS = (
                 values.size_or_auto,
                 "longest prompt and answer together, in tokens; default: the model's",
             ),
-            Flag(("--tokenizer",), values.text, "directory of another tokenizer", metavar="DIR"),
+            Flag(
+                ("--tokenizer",),
+                values.text,
+                "another tokenizer: a directory or a Hub repository id",
+                metavar="NAME",
+            ),
             Flag(
                 ("--chat-template",),
                 values.text,
@@ -190,7 +248,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--enforce-eager",),
                 values.switch,
-                "never capture graphs",
+                "run operators one by one (always so in this version: no graphs are captured)",
                 arity=Arity.SWITCH,
             ),
         ),
@@ -208,19 +266,33 @@ STAGE_WORKER_GROUPS = (
                 "address that this worker listens on and announces",
                 metavar="HOST",
             ),
-            Flag(("--port",), values.port, "port; 0 takes a free one", metavar="PORT"),
+            Flag(("--port",), values.port, "port; default: 0, a free one", metavar="PORT"),
             Flag(("--node-rank",), values.natural_integer, "number of this node, from 0"),
             Flag(
                 ("--pp-rank",),
                 values.natural_integer,
                 "the stage that this worker wants; default: the head chooses",
             ),
+            Flag(("--dp-rank",), values.natural_integer, "the replica that this worker is part of"),
+            Flag(
+                ("--tp-rank-start",),
+                values.natural_integer,
+                "first TP rank of this worker, where a stage spans nodes",
+            ),
             DEVICE_FLAG,
+            CPU_DEVICES_FLAG,
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
-                "how long to try to reach the head",
+                "how long to try to reach the head (default: 30)",
                 metavar="SECONDS",
+            ),
+            Flag(
+                ("--fingerprint",),
+                values.text,
+                "the plan's fingerprint on this node",
+                metavar="BASE64",
+                hidden=True,
             ),
             Flag(
                 ("--lifeline-fd",),

@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Processes are started by exec only; without this gRPC warns about each of them.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    # Our own lines say what went wrong; gRPC's C++ side would say it again, in its words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         return _dispatch(arguments)
     except UsageError as error:

@@ -17,7 +17,7 @@ from services.cli.plan_flags import PlanRequest
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
-from services.config import ServeConfig, StageWorkerConfig
+from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
 from services.topology.plan_result import PlanSettings
 
 MAX_CONFIG_FILE_BYTES = 1 << 20
@@ -32,6 +32,7 @@ def serve_config(
     """The config of `serve` and `gateway`. Raises `UsageError`."""
     fields, model = _merge(command, arguments, groups, environment, Positional("MODEL", ""))
     config = ServeConfig(model=_required(command, model), **fields)
+    _check_nodes(command, config)
     _check_ports_differ(command, config)
     return config
 
@@ -159,12 +160,34 @@ def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> 
     return f"--config {path}: unknown key {key}{tail}"
 
 
+def _check_nodes(command: str, config: ServeConfig) -> None:
+    """Which node does what must be said without contradiction."""
+    if config.node_rank >= config.nnodes:
+        raise UsageError(
+            f"--node-rank {config.node_rank} does not exist with --nnodes {config.nnodes}; "
+            f"nodes are numbered 0 to {config.nnodes - 1}"
+        )
+    if config.node_rank > 0 and not config.headless:
+        raise UsageError(
+            f"--node-rank {config.node_rank} needs --headless: only node rank 0 runs the gateway"
+        )
+    if config.headless and config.node_rank == 0:
+        raise UsageError(
+            "--headless is for the other nodes: node rank 0 runs the gateway; give this node its "
+            "own --node-rank"
+        )
+    if config.headless and command == "gateway":
+        raise UsageError("--headless runs no gateway; use stagemesh serve")
+
+
 def _check_ports_differ(command: str, config: ServeConfig) -> None:
     """Servers of one process cannot share a port (0 means any free one)."""
     ports = {"--port": config.port, "--grpc-port": config.grpc_port}
-    if command == "gateway":
-        # `serve` takes a free port for the workers that it starts itself.
-        ports["--master-port"] = config.master_port
+    if command == "gateway" or config.nnodes > 1 or config.master_port is not None:
+        # On one node `serve` takes a free port for the workers that it starts itself.
+        ports["--master-port"] = (
+            DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
+        )
     seen: dict[int, str] = {}
     for name, port in ports.items():
         if port != 0 and port in seen:

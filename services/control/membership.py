@@ -7,7 +7,8 @@ stage; the table says who may join, who is missing and who has gone silent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 from services.errors import JoinRefused
 from services.topology.facts import MeshShape
@@ -31,6 +32,7 @@ class Member:
 
     worker_id: str
     node: str
+    node_rank: int
     address: str
     pid: int
     placement: StagePlacement
@@ -46,11 +48,15 @@ class Membership:
         shape: MeshShape,
         placements: Sequence[StagePlacement],
         fingerprint: topology_pb2.Fingerprint,
+        device: str,
     ) -> None:
+        """`device` is the kind that every worker must bring: "cpu", "npu", "cuda"."""
         self._shape = shape
+        self._device = device
         self._fingerprint = fingerprint
         self._placements = {_place(placement): placement for placement in placements}
         self._members: dict[tuple[int, int, int], Member] = {}
+        self._planned_nodes = len({placement.node_rank for placement in placements})
         self._joined = 0
 
     @property
@@ -65,23 +71,33 @@ class Membership:
 
     def missing(self) -> tuple[str, ...]:
         """The places that nobody holds, in words."""
-        return tuple(_words(place) for place in sorted(self._placements.keys() - self._members))
+        return tuple(map(self._words, sorted(self._placements.keys() - self._members)))
 
     def join(self, request: control_pb2.JoinRequest, now: float) -> control_pb2.JoinResponse:
         """Gives a worker its place. Raises `JoinRefused` and changes nothing when it cannot."""
-        require_equal(self._fingerprint, request.fingerprint)
-        place = self._wanted_place(request)
-        placement = self._placements[place]
-        needed = len(placement.tp_ranks)
+        require_equal(
+            self._fingerprint,
+            request.fingerprint,
+            worker_name=_who(request),
+        )
+        if request.device != self._device:
+            raise JoinRefused(
+                f"device differs: the head's mesh runs on {self._device} and {_who(request)} "
+                f"brings {request.device}; give both the same --device"
+            )
+        place = self._wanted_place(request, now)
+        placement = self._on_node_of(request, self._placements[place])
+        needed = max(placement.device_indices) + 1
         if request.HasField("num_devices") and request.num_devices < needed:
             raise JoinRefused(
-                f"{_words(place)} needs {needed} devices (tensor_parallel_size); worker "
-                f"{request.address} on {request.node} has {request.num_devices}"
+                f"{self._words(place)} needs device {needed - 1} of its node, and {_who(request)} "
+                f"has {request.num_devices}; place fewer ranks there, or make more devices visible"
             )
         self._joined += 1
         member = Member(
             worker_id=f"worker-{self._joined}",
             node=request.node,
+            node_rank=request.node_rank,
             address=request.address,
             pid=request.pid,
             placement=placement,
@@ -96,34 +112,71 @@ class Membership:
             head_timeout_seconds=HEAD_TIMEOUT_SECONDS,
         )
 
-    def _wanted_place(self, request: control_pb2.JoinRequest) -> tuple[int, int, int]:
+    def _on_node_of(
+        self, request: control_pb2.JoinRequest, planned: StagePlacement
+    ) -> StagePlacement:
+        """The placement with device indices of the node that the worker is really on."""
+        if planned.node_rank == request.node_rank and self._planned_nodes > 1:
+            return planned
+        taken = {
+            index
+            for member in self._members.values()
+            if (member.node, member.node_rank) == (request.node, request.node_rank)
+            for index in member.placement.device_indices
+        }
+        free = (index for index in count() if index not in taken)
+        return replace(planned, device_indices=tuple(next(free) for _ in planned.tp_ranks))
+
+    def forgive(self, now: float) -> None:
+        """Counts everybody as just heard of: it was this side that did not listen."""
+        for member in self._members.values():
+            member.heard_at = max(member.heard_at, now)
+
+    def _wanted_place(self, request: control_pb2.JoinRequest, now: float) -> tuple[int, int, int]:
+        if not self.complete:
+            self._forget_gone(request, now)
         free = sorted(self._placements.keys() - self._members)
         if not request.HasField("wanted"):
             if free:
                 return free[0]
             raise JoinRefused(
-                f"worker {request.address} on {request.node} is one too many: all "
-                f"{len(self._placements)} places of this mesh are taken"
+                f"{_who(request)} is one too many: all {len(self._placements)} places of this "
+                "mesh are taken"
             )
-        matching = [
-            place
-            for place in self._placements
-            if place[:2] == (request.wanted.dp_rank, request.wanted.pp_rank)
-        ]
-        if not matching:
+        wanted = request.wanted
+        place = (wanted.dp_rank, wanted.pp_rank, wanted.tp_ranks[0] if wanted.tp_ranks else 0)
+        if place not in self._placements:
             raise JoinRefused(
-                f"worker {request.address} on {request.node} wants stage {request.wanted.pp_rank}, "
-                f"and this mesh has stages 0 to {self._shape.pp_size - 1}"
+                f"{_who(request)} wants {self._words(place)}, and this mesh has stages 0 to "
+                f"{self._shape.pp_size - 1} of {self._shape.dp_size} replicas; check that all "
+                "nodes have the same sizes and --nnodes"
             )
-        for place in matching:
-            if place in free:
-                return place
-        holder = self._members[matching[0]]
+        if place in free:
+            return place
+        holder = self._members[place]
         raise JoinRefused(
-            f"{_words(matching[0])} is held by worker {holder.address} on {holder.node} "
-            f"(pid {holder.pid}); worker {request.address} on {request.node} (pid {request.pid}) "
-            "wants it too. Give each stage worker a --pp-rank of its own"
+            f"{self._words(place)} is held by worker {holder.address} on {holder.node} (node rank "
+            f"{holder.node_rank}, pid {holder.pid}); {_who(request)} wants it too. Give each node "
+            "a --node-rank of its own, and each stage worker a --pp-rank"
         )
+
+    def _forget_gone(self, request: control_pb2.JoinRequest, now: float) -> None:
+        """Before the mesh runs, the place of a worker that has gone silent is free again, and so
+        is that of one that asks a second time because it did not hear the answer."""
+        for place, member in list(self._members.items()):
+            same = (member.address, member.pid) == (request.address, request.pid)
+            if same or now - member.heard_at > MEMBER_TIMEOUT_SECONDS:
+                del self._members[place]
+
+    def _words(self, place: tuple[int, int, int]) -> str:
+        """A place as people say it: only what there is more than one of."""
+        dp_rank, pp_rank, tp_rank_start = place
+        words = f"stage {pp_rank}"
+        if self._shape.dp_size > 1:
+            words += f" of replica {dp_rank}"
+        if tp_rank_start > 0:
+            words += f" from TP rank {tp_rank_start}"
+        return words
 
     def heartbeat(
         self, request: control_pb2.HeartbeatRequest, now: float
@@ -154,5 +207,8 @@ def _place(placement: StagePlacement) -> tuple[int, int, int]:
     return (placement.dp_rank, placement.pp_rank, placement.tp_ranks[0])
 
 
-def _words(place: tuple[int, int, int]) -> str:
-    return f"stage {place[1]} (replica {place[0]}, TP ranks from {place[2]})"
+def _who(request: control_pb2.JoinRequest) -> str:
+    return (
+        f"worker {request.address} on {request.node} (node rank {request.node_rank}, pid "
+        f"{request.pid})"
+    )

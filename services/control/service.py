@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import grpc
@@ -13,6 +14,11 @@ from stagemesh.v1 import control_pb2, control_pb2_grpc
 
 log = logging.getLogger("stagemesh.control")
 
+ECHO_REASON = "PEER_LOST"
+"""What a rank reports whose neighbour is gone."""
+OWN_STALL_SECONDS = 0.5
+"""A timer that is later than this says that the event loop did not run, for whatever reason."""
+
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
     """`Membership` behind gRPC, with the waits around it."""
@@ -20,6 +26,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._changed = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._failure = ""
 
     async def Join(
         self, request: control_pb2.JoinRequest, context: grpc.aio.ServicerContext
@@ -31,8 +39,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         except JoinRefused as refusal:
             log.warning("join refused: %s", refusal.message)
             raise
+        missing = ", ".join(self.membership.missing())
         log.info(
-            "stage %d joined: %s at %s", response.placement.pp_rank, request.node, request.address
+            "stage %d joined: node %s at %s; %s",
+            response.placement.pp_rank,
+            request.node,
+            request.address,
+            f"waiting for {missing}" if missing else "all are here",
         )
         self._changed.set()
         return response
@@ -40,8 +53,14 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def Heartbeat(
         self, request: control_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.HeartbeatResponse:
-        """A worker lives."""
-        return self.membership.heartbeat(request, asyncio.get_running_loop().time())
+        """A worker lives, or says that it has failed."""
+        response = self.membership.heartbeat(request, asyncio.get_running_loop().time())
+        error = request.status.error
+        # A lost neighbour is an echo; who has failed says so itself.
+        if not response.leave and error.reason not in ("", ECHO_REASON):
+            self._failure = f"stage {error.pp_rank} failed: {error.message}"
+            self._failed.set()
+        return response
 
     async def complete(self, timeout_seconds: float) -> None:
         """Waits until every place is taken. Raises `StageFailed` naming who is missing."""
@@ -58,9 +77,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             ) from None
 
     async def watch(self) -> None:
-        """Runs until a member goes silent, and then raises `StageFailed` naming it."""
+        """Runs until a member fails or goes silent, and then raises `StageFailed` naming it."""
         loop = asyncio.get_running_loop()
         while True:
+            if self._failed.is_set():
+                raise StageFailed(self._failure)
             for member in self.membership.silent(loop.time()):
                 raise StageFailed(
                     f"the worker of stage {member.placement.pp_rank} ({member.address}, pid "
@@ -68,4 +89,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                     f"{MEMBER_TIMEOUT_SECONDS:.0f} s: it is stopped, hung or cut off"
                 )
             # Nobody can be overdue earlier than that.
-            await asyncio.sleep(self.membership.next_deadline(loop.time()) - loop.time())
+            due = self.membership.next_deadline(loop.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._failed.wait()
+            if loop.time() - due > OWN_STALL_SECONDS:
+                # It was this process that stood still; their heartbeats are yet to be read.
+                log.warning("this process stood still for %.1f s", loop.time() - due)
+                self.membership.forgive(loop.time())

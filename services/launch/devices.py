@@ -40,8 +40,11 @@ def count_devices(kind: DeviceKind, dev: Path = Path("/dev")) -> int:
     return min(present, len([index for index in visible.split(",") if index.strip()]))
 
 
-def resolve_device(asked: str, dev: Path = Path("/dev")) -> tuple[str, int | None]:
-    """The kind to use and how many there are; None for the CPU, where a device is a process.
+def resolve_device(
+    asked: str, cpu_devices: int | None = None, dev: Path = Path("/dev")
+) -> tuple[str, int]:
+    """The kind to use and how many there are. A CPU counts as many devices as it has cores,
+    or `cpu_devices` where that is given: there a device is only a process.
 
     "auto" takes an accelerator when one is there. Raises `ConfigError` when a
     kind is asked for that this node does not have.
@@ -59,7 +62,7 @@ def resolve_device(asked: str, dev: Path = Path("/dev")) -> tuple[str, int | Non
                 "the driver",
                 param="--device",
             )
-    return "cpu", None
+    return "cpu", cpu_devices or os.cpu_count() or 1
 
 
 def threads_per_rank(num_ranks_on_node: int) -> int:

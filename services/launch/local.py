@@ -1,17 +1,22 @@
 """Starts the stage workers of one node as child processes, and sees them out.
 
-`stagemesh serve` is the gateway plus this. Under systemd or Ray the workers are
-started by those instead, with the same command.
+`stagemesh serve` is the gateway plus this; with `--headless` it is this alone.
+Under systemd or Ray the workers are started by those instead, with the same
+command.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from services.topology.placement import StagePlacement
+from stagemesh.v1 import topology_pb2
 
 STOP_TIMEOUT_SECONDS = 2.0
 """A worker that is told to leave does so in well under a second."""
@@ -19,12 +24,24 @@ STOP_TIMEOUT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LocalWorkers:
-    """What every local worker is told."""
+    """What the workers of this node are told."""
 
     host: str
     """Address that workers and their ranks listen on."""
-    pp_ranks: Sequence[int]
+    placements: Sequence[StagePlacement]
     device: str
+    num_devices: int
+    fingerprint: topology_pb2.Fingerprint
+    """Of the plan, from this node's copy of the model: compared with the head's at join."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """A worker process that has ended."""
+
+    placement: StagePlacement
+    code: int
+    """Exit code; negative for a signal."""
 
 
 class LocalLauncher:
@@ -32,37 +49,52 @@ class LocalLauncher:
 
     def __init__(self, workers: LocalWorkers) -> None:
         self._workers = workers
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._processes: list[tuple[StagePlacement, asyncio.subprocess.Process]] = []
         # Held open for the launcher's life: when it closes, the workers leave.
-        self._lifeline_read, self._lifeline_write = os.pipe()
+        self._lifeline: tuple[int, int] | None = os.pipe()
 
     async def start(self, master_addr: str, master_port: int) -> None:
-        """Starts one worker for each stage. They join by themselves."""
-        for pp_rank in self._workers.pp_ranks:
-            self._processes[pp_rank] = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "services.cli",
-                "stage-worker",
-                f"--master-addr={master_addr}",
-                f"--master-port={master_port}",
-                f"--host={self._workers.host}",
-                "--port=0",
-                f"--pp-rank={pp_rank}",
-                f"--device={self._workers.device}",
-                f"--lifeline-fd={self._lifeline_read}",
-                pass_fds=(self._lifeline_read,),
-                stdin=asyncio.subprocess.DEVNULL,
-                # Ctrl-C in a terminal reaches its whole process group; the workers
-                # must not die under a gateway that still drains.
-                start_new_session=True,
-            )
+        """Starts every worker of this node. They join by themselves."""
+        for placement in self._workers.placements:
+            process = await self._start_worker(placement, master_addr, master_port)
+            self._processes.append((placement, process))
 
-    async def first_exit(self) -> tuple[int, int]:
-        """Waits until one worker ends: (stage, exit code; negative for a signal)."""
+    async def _start_worker(
+        self, placement: StagePlacement, master_addr: str, master_port: int
+    ) -> asyncio.subprocess.Process:
+        if self._lifeline is None:
+            raise RuntimeError("the launcher has been stopped")
+        workers = self._workers
+        encoded = base64.b64encode(workers.fingerprint.SerializeToString()).decode()
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.cli",
+            "stage-worker",
+            f"--master-addr={master_addr}",
+            f"--master-port={master_port}",
+            f"--host={workers.host}",
+            "--port=0",
+            f"--node-rank={placement.node_rank}",
+            f"--dp-rank={placement.dp_rank}",
+            f"--pp-rank={placement.pp_rank}",
+            f"--tp-rank-start={placement.tp_ranks[0]}",
+            f"--device={workers.device}",
+            f"--cpu-devices={workers.num_devices}",
+            f"--fingerprint={encoded}",
+            f"--lifeline-fd={self._lifeline[0]}",
+            pass_fds=(self._lifeline[0],),
+            stdin=asyncio.subprocess.DEVNULL,
+            # Ctrl-C in a terminal reaches its whole process group; the workers
+            # must not die under a gateway that still drains.
+            start_new_session=True,
+        )
+
+    async def first_exit(self) -> WorkerExit:
+        """Waits until one worker ends."""
         waits = {
-            asyncio.ensure_future(process.wait()): pp_rank
-            for pp_rank, process in self._processes.items()
+            asyncio.ensure_future(process.wait()): placement
+            for placement, process in self._processes
         }
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -70,14 +102,15 @@ class LocalLauncher:
             for wait in waits:
                 wait.cancel()
         first = done.pop()
-        return waits[first], first.result()
+        return WorkerExit(waits[first], first.result())
 
     async def stop(self) -> None:
         """Closes the lifeline, gives the workers a moment, and kills what is left."""
-        for fd in (self._lifeline_write, self._lifeline_read):
-            with contextlib.suppress(OSError):
+        if self._lifeline is not None:
+            for fd in self._lifeline:
                 os.close(fd)
-        running = [p for p in self._processes.values() if p.returncode is None]
+            self._lifeline = None
+        running = [p for _, p in self._processes if p.returncode is None]
         if not running:
             return
         with contextlib.suppress(TimeoutError):

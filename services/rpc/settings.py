@@ -117,7 +117,7 @@ def server_options(limits: MessageLimits) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         (
-            "grpc.http2.min_recv_ping_interval_without_data_ms",
+            "grpc.http2.min_ping_interval_without_data_ms",
             _milliseconds(MIN_PING_INTERVAL_SECONDS),
         ),
     ]

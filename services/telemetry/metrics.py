@@ -133,6 +133,12 @@ class Metrics:
             buckets=LATENCY_BUCKETS_SECONDS,
             registry=self.registry,
         )
+        self.replica_requests = Counter(
+            "stagemesh_replica_requests",
+            "Requests that each data-parallel replica has taken.",
+            ("replica",),
+            registry=self.registry,
+        )
         self.stage_seconds = Counter(
             "stagemesh_stage_seconds",
             "A stage's time by phase; the phases add up to wall time.",
@@ -153,6 +159,10 @@ class Metrics:
         label = endpoint if endpoint in self._endpoints else OTHER_ENDPOINT
         self.requests.labels(label, str(status)).inc()
         self.request_seconds.labels(label).observe(seconds)
+
+    def observe_routing(self, replica: int) -> None:
+        """A request went to a replica."""
+        self.replica_requests.labels(str(replica)).inc()
 
     def observe_stage(self, pp_rank: int, clock: step_pb2.StageClock) -> None:
         """A stage has done a step."""

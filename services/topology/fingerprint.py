@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from services.errors import FingerprintMismatch, JoinRefused
 from services.topology.checkpoint import CheckpointFacts
 from services.topology.facts import MeshShape
 from services.topology.jsonfile import read_json_object
-from services.topology.partition import format_partition
+from services.topology.partition import format_partition, parse_partition
 from stagemesh.v1 import topology_pb2
 from stagemesh.version import __version__
 
@@ -44,10 +44,16 @@ class Difference(NamedTuple):
 
 
 def build_fingerprint(
-    checkpoint: CheckpointFacts, shape: MeshShape, *, dtype: str, block_size: int
+    checkpoint: CheckpointFacts,
+    shape: MeshShape,
+    *,
+    dtype: str,
+    block_size: int,
+    nnodes: int | None = None,
 ) -> topology_pb2.Fingerprint:
     """The fingerprint of a plan, from this node's copy of the model and its packages.
 
+    `nnodes` is None for a rank, which does not know it.
     Reads config.json of the checkpoint's directory; raises `ModelError` where it cannot.
     """
     return _from_fields(
@@ -57,17 +63,24 @@ def build_fingerprint(
             ("dp_size", str(shape.dp_size)),
             ("tp_size", str(shape.tp_size)),
             ("pp_size", str(shape.pp_size)),
-            ("pp_layer_partition", format_partition(shape.pp_layer_partition)),
+            _partition_field(shape.pp_layer_partition),
             ("dtype", dtype),
             ("block_size", str(block_size)),
+            *(() if nnodes is None else (("nnodes", str(nnodes)),)),
             *environment_fields(),
         )
     )
 
 
-def environment_fingerprint() -> topology_pb2.Fingerprint:
-    """What a worker knows before it has a plan: versions."""
-    return _from_fields(environment_fields())
+def environment_fingerprint(partition: str | None = None) -> topology_pb2.Fingerprint:
+    """What a worker knows before it has a plan: its package versions, and the layer partition
+    where its own environment names one. Raises `PartitionError` for a partition that is none."""
+    named = () if partition is None else (_partition_field(parse_partition(partition)),)
+    return _from_fields((*named, *environment_fields()))
+
+
+def _partition_field(partition: Sequence[int]) -> tuple[str, str]:
+    return ("pp_layer_partition", format_partition(partition))
 
 
 def environment_fields() -> tuple[tuple[str, str], ...]:

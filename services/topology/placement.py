@@ -69,6 +69,41 @@ def place(shape: MeshShape, nodes: Sequence[NodeDevices]) -> tuple[StagePlacemen
     return tuple(placements)
 
 
+def ranks_per_node(shape: MeshShape, nnodes: int) -> int:
+    """World ranks of each node: all nodes hold the same number, as with vLLM's mp backend.
+
+    Raises `ConfigError` where the ranks cannot be shared evenly.
+    """
+    needed = shape.world_size * shape.dp_size
+    if needed % nnodes:
+        raise ConfigError(
+            f"--nnodes {nnodes} cannot share {needed} ranks ({_product(shape)}) evenly; use a "
+            f"number of nodes that divides {needed}",
+            param="--nnodes",
+        )
+    return needed // nnodes
+
+
+def check_devices(shape: MeshShape, share: int, device: str, num_devices: int, node: str) -> None:
+    """Raises `ConfigError` where a node sees fewer devices than its share of the ranks."""
+    if num_devices >= share:
+        return
+    remedy = (
+        f"--cpu-devices {share} runs them on fewer cores"
+        if device == "cpu"
+        else "use fewer ranks, or more nodes (--nnodes)"
+    )
+    raise ConfigError(
+        f"insufficient resources: {_product(shape)} needs {shape.world_size * shape.dp_size} "
+        f"devices, {share} of them on {node}, which has {num_devices} ({device}); {remedy}",
+        param="--cpu-devices" if device == "cpu" else "--tensor-parallel-size",
+    )
+
+
+def _product(shape: MeshShape) -> str:
+    return f"TP {shape.tp_size} x PP {shape.pp_size} x DP {shape.dp_size}"
+
+
 def _place_on_node(
     shape: MeshShape, node_rank: int, first_rank: int, num_ranks: int
 ) -> list[StagePlacement]:

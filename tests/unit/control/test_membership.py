@@ -23,12 +23,12 @@ def fingerprint(**fields: str) -> topology_pb2.Fingerprint:
 
 
 def membership() -> Membership:
-    placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
-    return Membership(SHAPE, placements, fingerprint(stagemesh="0.1.0"))
+    placements = place(SHAPE, [NodeDevices(0, "head", "npu", None)])
+    return Membership(SHAPE, placements, fingerprint(stagemesh="0.1.0"), "npu")
 
 
 def request(
-    port: int, pp_rank: int | None = None, num_devices: int = 2, version: str = "0.1.0"
+    port: int, pp_rank: int | None = None, num_devices: int = 4, version: str = "0.1.0"
 ) -> control_pb2.JoinRequest:
     message = control_pb2.JoinRequest(
         node="node-a",
@@ -58,7 +58,7 @@ def test_a_wish_is_kept_and_the_missing_stage_is_named() -> None:
     table = membership()
     assert table.join(request(1, pp_rank=1), now=0.0).placement.pp_rank == 1
     assert not table.complete
-    assert table.missing() == ("stage 0 (replica 0, TP ranks from 0)",)
+    assert table.missing() == ("stage 0",)
 
 
 def test_two_workers_for_one_stage_are_both_named() -> None:
@@ -75,15 +75,16 @@ def test_two_workers_for_one_stage_are_both_named() -> None:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (request(3, pp_rank=7), "wants stage 7, and this mesh has stages 0 to 1"),
-        (request(3, pp_rank=0, num_devices=1), "needs 2 devices (tensor_parallel_size)"),
+        (request(3, pp_rank=7), "wants stage 7"),
+        (request(3, pp_rank=0, num_devices=1), "needs device 1 of its node"),
+        (control_pb2.JoinRequest(fingerprint=request(3).fingerprint, device="cpu"), "npu .* cpu"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_refused(
     message: control_pb2.JoinRequest, expected: str
 ) -> None:
     table = membership()
-    with pytest.raises(JoinRefused, match=expected.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(JoinRefused, match=expected):
         table.join(message, now=0.0)
     assert table.members == ()
 
@@ -119,3 +120,34 @@ def test_a_silent_member_is_found_and_a_stranger_sent_away() -> None:
     assert table.members[1].status.last_step_id == 7
     stranger = control_pb2.HeartbeatRequest(worker_id="worker-99")
     assert table.heartbeat(stranger, now=later).leave
+
+
+def test_devices_are_counted_on_the_node_that_a_worker_is_on() -> None:
+    """The head may have none: each node's workers get its devices from 0 on."""
+    table = membership()
+    there = request(1)
+    there.node = "node-b"
+    assert list(table.join(request(2), now=0.0).placement.device_indices) == [0, 1]
+    assert list(table.join(there, now=0.0).placement.device_indices) == [0, 1]
+    same_node = membership()
+    same_node.join(request(1), now=0.0)
+    second = same_node.join(request(2, num_devices=4), now=0.0)
+    assert list(second.placement.device_indices) == [2, 3]
+
+
+def test_before_the_mesh_runs_a_gone_worker_s_place_is_free_again() -> None:
+    table = membership()
+    table.join(request(1, pp_rank=1), now=0.0)
+    later = MEMBER_TIMEOUT_SECONDS + 0.5
+    assert table.join(request(9, pp_rank=1), now=later).placement.pp_rank == 1
+    # One that did not hear the answer may ask again.
+    assert table.join(request(9, pp_rank=1), now=later).placement.pp_rank == 1
+    assert [member.address for member in table.members] == ["127.0.0.1:9"]
+
+
+def test_what_this_side_slept_through_is_forgiven() -> None:
+    table = membership()
+    table.join(request(1), now=0.0)
+    table.forgive(now=10.0)
+    assert table.silent(10.0) == ()
+    assert table.next_deadline(10.0) > 10.0 + MEMBER_TIMEOUT_SECONDS

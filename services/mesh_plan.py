@@ -6,7 +6,6 @@ Everything that can be refused before a process is started is refused here.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +20,14 @@ from services.topology.families import (
     resolve_max_model_len,
 )
 from services.topology.fingerprint import build_fingerprint
-from services.topology.partition import PARTITION_ENV, resolve_partition
-from services.topology.placement import NodeDevices, StagePlacement, place
+from services.topology.partition import resolve_partition
+from services.topology.placement import (
+    NodeDevices,
+    StagePlacement,
+    check_devices,
+    place,
+    ranks_per_node,
+)
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import stage_worker_pb2, topology_pb2
 
@@ -34,12 +39,19 @@ class MeshPlan:
     facts: ModelFacts
     shape: MeshShape
     placements: tuple[StagePlacement, ...]
+    """Of all nodes, in order of world rank."""
     device: str
+    num_devices: int
+    """Of this node; 0 where others start the workers."""
     dtype: str
     max_model_len: int
     fingerprint: topology_pb2.Fingerprint
     stage_plan: stage_worker_pb2.StagePlan
     """What is the same for all stages; placement and num_blocks are filled in for each."""
+
+    def placements_of(self, node_rank: int) -> tuple[StagePlacement, ...]:
+        """The stage workers of one node."""
+        return tuple(p for p in self.placements if p.node_rank == node_rank)
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -47,9 +59,14 @@ class MeshPlan:
         return math.ceil(self.max_model_len / self.stage_plan.block_size)
 
 
-def make_plan(config: ServeConfig, model_path: Path, node: str) -> MeshPlan:
+def make_plan(
+    config: ServeConfig, model_path: Path, node: str, *, own_devices: bool = True
+) -> MeshPlan:
     """Resolves a configuration against a model directory and this node's devices.
 
+    Without `own_devices` the workers are started by somebody else, on nodes that
+    are not known yet: the device kind is taken from the flag, nothing is counted
+    here, and device indices are handed out when workers join.
     Raises `ModelError`, `PartitionError` or `ConfigError`, each naming what to change.
     """
     facts = read_model_facts(model_path)
@@ -58,26 +75,27 @@ def make_plan(config: ServeConfig, model_path: Path, node: str) -> MeshPlan:
         facts.num_hidden_layers,
         config.pipeline_parallel_size,
         config.pp_layer_partition,
-        os.environ.get(PARTITION_ENV),
     )
     checkpoint = inspect_checkpoint(model_path)
     check_weights(checkpoint, facts)
     shape = MeshShape(
-        dp_size=1,
+        dp_size=config.data_parallel_size,
         tp_size=config.tensor_parallel_size,
         pp_size=config.pipeline_parallel_size,
         pp_layer_partition=partition,
     )
-    device, num_devices = resolve_device(config.device)
-    placements = place(shape, [NodeDevices(0, node, device, num_devices)])
+    device, num_devices, placements = _place(config, shape, node, own_devices)
     dtype = resolve_dtype(config.dtype, facts, device)
     max_model_len = resolve_max_model_len(config.max_model_len, facts)
-    fingerprint = build_fingerprint(checkpoint, shape, dtype=dtype, block_size=config.block_size)
+    fingerprint = build_fingerprint(
+        checkpoint, shape, dtype=dtype, block_size=config.block_size, nnodes=config.nnodes
+    )
     return MeshPlan(
         facts=facts,
         shape=shape,
         placements=placements,
         device=device,
+        num_devices=num_devices,
         dtype=dtype,
         max_model_len=max_model_len,
         fingerprint=fingerprint,
@@ -96,3 +114,17 @@ def make_plan(config: ServeConfig, model_path: Path, node: str) -> MeshPlan:
             fingerprint=fingerprint,
         ),
     )
+
+
+def _place(
+    config: ServeConfig, shape: MeshShape, node: str, own_devices: bool
+) -> tuple[str, int, tuple[StagePlacement, ...]]:
+    """(device kind, devices of this node, placements on all nodes)."""
+    if not own_devices:
+        kind = resolve_device("auto")[0] if config.device == "auto" else config.device
+        return kind, 0, place(shape, [NodeDevices(0, node, kind, None)])
+    kind, num_devices = resolve_device(config.device, config.cpu_devices)
+    share = ranks_per_node(shape, config.nnodes)
+    check_devices(shape, share, kind, num_devices, f"node {config.node_rank} ({node})")
+    nodes = [NodeDevices(rank, f"node {rank}", kind, share) for rank in range(config.nnodes)]
+    return kind, num_devices, place(shape, nodes)

@@ -1,0 +1,51 @@
+"""Which replica of the pipeline takes a request: the one with the least outstanding work,
+with affinity for prompts that begin alike.
+
+Pure bookkeeping, one owner. Affinity pays where a replica keeps the KV blocks of
+earlier prompts; it gives way when it would make one replica much busier.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+AFFINITY_TOKENS = 64
+"""Prompts that share this many first tokens count as beginning alike; shorter ones have
+little that is worth keeping."""
+AFFINITY_SLACK = 4
+"""Sequences that a preferred replica may be ahead of the least busy one."""
+MAX_REMEMBERED_PREFIXES = 4096
+
+
+class ReplicaRouter:
+    """Outstanding sequences of each replica, and who has seen which prefix last."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._outstanding = [0] * num_replicas
+        self._seen_by: OrderedDict[tuple[int, ...], int] = OrderedDict()
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Sequences that each replica has taken and not finished."""
+        return tuple(self._outstanding)
+
+    def take(self, prompt_token_ids: Sequence[int], num_sequences: int) -> int:
+        """Chooses a replica for a request and counts it there, until `give_back`."""
+        least = min(range(len(self._outstanding)), key=self._outstanding.__getitem__)
+        chosen = least
+        if len(prompt_token_ids) >= AFFINITY_TOKENS:
+            prefix = tuple(prompt_token_ids[:AFFINITY_TOKENS])
+            preferred = self._seen_by.pop(prefix, least)
+            ahead = self._outstanding[preferred] - self._outstanding[least]
+            if ahead <= AFFINITY_SLACK:
+                chosen = preferred
+            self._seen_by[prefix] = chosen
+            if len(self._seen_by) > MAX_REMEMBERED_PREFIXES:
+                self._seen_by.popitem(last=False)
+        self._outstanding[chosen] += num_sequences
+        return chosen
+
+    def give_back(self, replica: int, num_sequences: int) -> None:
+        """The request is over."""
+        self._outstanding[replica] -= num_sequences

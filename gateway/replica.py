@@ -1,0 +1,98 @@
+"""One replica of the model: its stages, its pipeline and the engine that drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from gateway.engine.engine import MeshEngine
+from gateway.pipeline.bring_up import LoadedMesh, Stage, form_groups, load
+from gateway.pipeline.mesh_pipeline import MeshPipeline
+from gateway.pipeline.stage_client import StageClient
+from services.control.membership import Member
+from services.errors import StageFailed
+from services.mesh_plan import MeshPlan
+from services.rpc.channel import create_channel
+from stagemesh.v1 import stage_worker_pb2, step_pb2
+
+log = logging.getLogger("stagemesh.gateway")
+
+PROGRESS_STEP_PERCENT = 25
+
+
+class Replica:
+    """Comes up once all its workers have joined; makes one engine for each epoch."""
+
+    def __init__(
+        self,
+        plan: MeshPlan,
+        members: Sequence[Member],
+        make_engine: Callable[[MeshPipeline, int], MeshEngine],
+        on_clock: Callable[[int, step_pb2.StageClock], None],
+        on_doing: Callable[[str], None],
+    ) -> None:
+        """`on_doing` hears in words what the replica waits for, for `/ready`."""
+        self._plan = plan
+        self._members = tuple(members)
+        self._make_engine = make_engine
+        self._on_clock = on_clock
+        self._on_doing = on_doing
+        self._stages = [
+            Stage(
+                StageClient(create_channel(m.address), m.address, m.placement.pp_rank), m.placement
+            )
+            for m in members
+        ]
+        self._percent: dict[tuple[int, int], int] = {}
+        self.pipeline: MeshPipeline | None = None
+        self.engine: MeshEngine | None = None
+
+    async def bring_up(self, epoch: int) -> LoadedMesh:
+        """Groups, weights, KV cache. Raises `StageFailed` or `ConfigError`."""
+        self._on_doing("stages are forming their groups")
+        await form_groups(self._stages, self._plan.shape, epoch)
+        self._on_doing("stages are loading weights")
+        needed = self._plan.blocks_per_sequence
+        loaded = await load(
+            self._stages,
+            self._plan.stage_plan,
+            needed_blocks=needed,
+            wanted_blocks=needed * self._plan.stage_plan.max_num_seqs,
+            on_progress=self._report_progress,
+        )
+        self.pipeline = MeshPipeline(self._stages, epoch, self._on_clock)
+        self.engine = self._make_engine(self.pipeline, loaded.num_blocks)
+        for member, stage in zip(self._members, self._stages, strict=True):
+            # The last heartbeat may be from before the load.
+            member.status.CopyFrom(await stage.client.status())
+        return loaded
+
+    async def run(self) -> None:
+        """Drives the replica until it fails, which raises; cancel it to stop."""
+        if self.pipeline is None or self.engine is None:
+            raise StageFailed("a replica was driven before it was brought up")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.pipeline.run())
+            # The engine ends its requests with the pipeline's failure; here it ends the replica.
+            await self.engine.run()
+            raise self.engine.error or StageFailed("the engine has stopped")
+
+    async def dismiss_workers(self) -> None:
+        """Tells every worker to leave."""
+        async with asyncio.TaskGroup() as tasks:
+            for stage in self._stages:
+                tasks.create_task(stage.client.drain())
+
+    async def close(self) -> None:
+        """Closes the channels to the workers. No call may follow."""
+        for stage in self._stages:
+            await stage.client.close()
+
+    def _report_progress(self, pp_rank: int, progress: stage_worker_pb2.LoadProgress) -> None:
+        percent = 100 * progress.loaded_bytes // max(1, progress.total_bytes)
+        known = self._percent.get((pp_rank, progress.tp_rank), -PROGRESS_STEP_PERCENT)
+        if percent - known >= PROGRESS_STEP_PERCENT:
+            self._percent[pp_rank, progress.tp_rank] = percent
+            self._on_doing(f"stage {pp_rank} has loaded {percent} % of its weights")
+            log.info("stage %d rank %d: %d %% loaded", pp_rank, progress.tp_rank, percent)

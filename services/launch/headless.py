@@ -1,0 +1,67 @@
+"""`stagemesh serve --headless`: the stage workers of a node that is not the head."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+
+import uvloop
+
+from services.config import DEFAULT_MASTER_PORT, ServeConfig
+from services.errors import StageFailed
+from services.launch.local import LocalLauncher, LocalWorkers
+from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
+from services.mesh_plan import make_plan
+from services.models.resolve import resolve_model
+from services.rpc.addresses import check_master_address, own_address_towards
+from services.telemetry.logging import setup_logging
+
+log = logging.getLogger("stagemesh.node")
+
+
+def run(config: ServeConfig) -> int:
+    """Runs this node's workers until they leave or a signal. Returns the exit code.
+
+    0 after a signal or when the head has dismissed the workers; raises
+    `StageFailed` when one of them ends for another reason: its log says why.
+    """
+    setup_logging(process=f"node-{config.node_rank}")
+    allow_late_timers(TIMER_SLACK_SECONDS)
+    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    if warning is not None:
+        log.warning("%s", warning)
+    return uvloop.run(_run(config))
+
+
+async def _run(config: ServeConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stop.set)
+    plan = make_plan(config, resolve_model(config.model), socket.gethostname())
+    placements = plan.placements_of(config.node_rank)
+    host = own_address_towards(config.master_addr)
+    launcher = LocalLauncher(
+        LocalWorkers(host, placements, plan.device, plan.num_devices, plan.fingerprint)
+    )
+    try:
+        await launcher.start(config.master_addr, config.master_port or DEFAULT_MASTER_PORT)
+        stopping = asyncio.ensure_future(stop.wait())
+        ending = asyncio.ensure_future(launcher.first_exit())
+        await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not ending.done():
+            ending.cancel()
+            return 0
+        ended = ending.result()
+        if ended.code == 0:
+            log.info("the head has dismissed this node")
+            return 0
+        raise StageFailed(
+            f"the worker of stage {ended.placement.pp_rank} on node rank {config.node_rank} ended "
+            f"with {ended.code}; its log lines above say why"
+        )
+    finally:
+        await launcher.stop()

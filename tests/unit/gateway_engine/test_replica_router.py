@@ -1,0 +1,45 @@
+"""Which replica takes a request: least outstanding work, with affinity for like beginnings."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.engine.router import AFFINITY_SLACK, AFFINITY_TOKENS, ReplicaRouter
+
+LONG = tuple(range(AFFINITY_TOKENS + 10))
+
+
+def test_the_least_busy_replica_takes_it() -> None:
+    router = ReplicaRouter(3)
+    assert [router.take((1,), 1) for _ in range(3)] == [0, 1, 2]
+    router.give_back(1, 1)
+    assert router.take((1,), 1) == 1
+    assert router.take((1,), 4) == 0
+    assert router.outstanding == (5, 1, 1)
+
+
+def test_prompts_that_begin_alike_stay_together_until_it_costs_too_much() -> None:
+    router = ReplicaRouter(2)
+    assert router.take(LONG, 1) == 0
+    for _ in range(AFFINITY_SLACK):
+        assert router.take((*LONG, 7), 1) == 0
+    assert router.take(LONG, 1) == 1
+    # Who took it last is who knows it now.
+    router.give_back(0, AFFINITY_SLACK + 1)
+    assert router.take(LONG, 1) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=60), st.integers(1, 4))
+def test_no_replica_is_far_ahead_and_nothing_is_lost(
+    asked: list[tuple[int, int]], num_replicas: int
+) -> None:
+    router = ReplicaRouter(num_replicas)
+    taken = []
+    for prefix, num_sequences in asked:
+        taken.append((router.take((prefix, *LONG), num_sequences), num_sequences))
+        spread = max(router.outstanding) - min(router.outstanding)
+        assert spread <= AFFINITY_SLACK + max(n for _, n in taken)
+    for replica, num_sequences in taken:
+        router.give_back(replica, num_sequences)
+    assert router.outstanding == (0,) * num_replicas
