@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.errors import StageFailed
@@ -32,7 +33,12 @@ FROZEN_AFTER_SECONDS = 3.0
 """A rank whose heartbeat thread is silent for this long is stopped or hung."""
 READ_LIMIT_BYTES = ipc.MAX_FRAME_BYTES + 4
 
-_REPLIES = {"store_opened", "group_formed", "loaded"}
+OWN_STALL_SECONDS = 0.5
+"""A timer that is later than this says that this process did not run."""
+RANK_COMMAND = (sys.executable, "-m", "stage_worker.rank_main")
+
+_REPLIES = {"open_store": "store_opened", "form_group": "group_formed", "load": "loaded"}
+"""The event that answers each command."""
 
 
 class RankProcess:
@@ -43,14 +49,21 @@ class RankProcess:
         arguments: RankArguments,
         on_result: Callable[[int, step_pb2.StepResult], None],
         on_failure: Callable[[step_pb2.StageError], None],
+        command: Sequence[str] = RANK_COMMAND,
     ) -> None:
+        """`command` starts the rank; its arguments are appended."""
+        self._command = tuple(command)
         self._arguments = arguments
         self._on_result = on_result
         self._on_failure = on_failure
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._hello: asyncio.Future[rank_pb2.RankHello] = asyncio.Future()
+        self._calls = asyncio.Lock()
+        self._expected: str | None = None
         self._reply: asyncio.Future[rank_pb2.RankEvent] | None = None
+        self._heard_at = 0.0
+        self._silence: asyncio.TimerHandle | None = None
         self._on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None = None
         self._stopping = False
         self.state = stage_worker_pb2.COMPONENT_STATE_STARTING
@@ -80,36 +93,27 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         arguments = replace(self._arguments, fd=theirs.fileno(), parent_pid=os.getpid())
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "stage_worker.rank_main",
-                *arguments.to_argv(),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                # Torch's C++ side warns about host names that nobody needs here.
-                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
-            )
-        finally:
-            theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
-        try:
-            async with asyncio.timeout(None) as silence:
-                await self._read(reader, silence)
-        except TimeoutError:
-            # It is there and does not run: stopped, or its interpreter lock is held.
-            how = f"has been silent for {FROZEN_AFTER_SECONDS:.0f} s"
-            self._fail(self._error("RANK_FROZEN", how))
-        else:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    *arguments.to_argv(),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # Torch's C++ side warns about host names that nobody needs here.
+                    env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
+            await self._read(reader)
             await self._ended()
         finally:
+            if self._silence is not None:
+                self._silence.cancel()
+            ours.close()
             await self._kill()
 
-    async def _read(self, reader: asyncio.StreamReader, silence: asyncio.Timeout) -> None:
-        loop = asyncio.get_running_loop()
-        while (event := await ipc.read_event(reader)) is not None:
-            # From the first event on there is a heartbeat.
-            silence.reschedule(loop.time() + FROZEN_AFTER_SECONDS)
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (event := await self._next_event(reader)) is not None:
+            self._heard_at = time.monotonic()
             kind = event.WhichOneof("event")
             if kind == "result":
                 self.last_step_id = event.result.step_id
@@ -119,10 +123,42 @@ class RankProcess:
                     self._on_progress(event.load_progress)
             elif kind == "hello" and not self._hello.done():
                 self._hello.set_result(event.hello)
+                # From the first event on there is a heartbeat.
+                self._look_again(FROZEN_AFTER_SECONDS)
             elif kind == "error":
                 self._fail(event.error)
-            elif kind in _REPLIES and self._reply is not None and not self._reply.done():
+            elif kind == self._expected and self._reply is not None and not self._reply.done():
+                # A reply that nobody waits for any more is let go.
                 self._reply.set_result(event)
+
+    async def _next_event(self, reader: asyncio.StreamReader) -> rank_pb2.RankEvent | None:
+        try:
+            return await ipc.read_event(reader)
+        except ipc.FrameError as error:
+            self._fail(self._error("RANK_FAILED", f"sent what is no event ({error})"))
+            return None
+
+    def _look_again(self, seconds: float) -> None:
+        due = time.monotonic() + seconds
+        self._silence = asyncio.get_running_loop().call_later(seconds, self._look, due)
+
+    def _look(self, due: float) -> None:
+        """Notices a rank that is there and does not run: stopped, or its interpreter lock held.
+
+        When this look itself is late, it was this process that did not run, and the
+        rank's heartbeats are yet to be read.
+        """
+        now = time.monotonic()
+        if now - due > OWN_STALL_SECONDS:
+            self._look_again(FROZEN_AFTER_SECONDS)
+        elif now - self._heard_at < FROZEN_AFTER_SECONDS:
+            self._look_again(self._heard_at + FROZEN_AFTER_SECONDS - now)
+        else:
+            how = f"has been silent for {now - self._heard_at:.0f} s"
+            self._fail(self._error("RANK_FROZEN", how))
+            self._stopping = True
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()  # Its socket closes, which ends the reading.
 
     async def _ended(self) -> None:
         """The socket is closed: the process is gone or about to be."""
@@ -187,7 +223,6 @@ class RankProcess:
         on_progress: Callable[[stage_worker_pb2.LoadProgress], None],
     ) -> stage_worker_pb2.RankReport:
         """Brings the rank to a plan. Raises `StageFailed`."""
-        self.state = stage_worker_pb2.COMPONENT_STATE_LOADING
         self._on_progress = on_progress
         try:
             event = await self._call(rank_pb2.RankCommand(load=plan), LOAD_TIMEOUT_SECONDS)
@@ -199,31 +234,40 @@ class RankProcess:
     async def _call(
         self, command: rank_pb2.RankCommand, timeout_seconds: float
     ) -> rank_pb2.RankEvent:
-        await self.started()
-        if self.state == stage_worker_pb2.COMPONENT_STATE_FAILED:
-            raise StageFailed(self._error("RANK_FAILED", "has failed already").message)
-        self._reply = asyncio.Future()
-        self.send(ipc.encode(command))
-        try:
-            return await asyncio.wait_for(self._reply, timeout_seconds)
-        except TimeoutError:
-            kind = command.WhichOneof("command")
-            error = self._error("RANK_FAILED", f"did not answer {kind} in {timeout_seconds:.0f} s")
-            self._fail(error)
-            raise StageFailed(error.message) from None
+        """One command and its reply; commands of several callers follow each other."""
+        kind = command.WhichOneof("command") or ""
+        async with self._calls:
+            await self.started()
+            if self.state == stage_worker_pb2.COMPONENT_STATE_FAILED or self._stopping:
+                raise StageFailed(self._error("RANK_FAILED", "has failed or left already").message)
+            if kind == "load":
+                self.state = stage_worker_pb2.COMPONENT_STATE_LOADING
+            self._expected, self._reply = _REPLIES[kind], asyncio.Future()
+            self.send(ipc.encode(command))
+            try:
+                return await asyncio.wait_for(self._reply, timeout_seconds)
+            except TimeoutError:
+                how = f"did not answer {kind} in {timeout_seconds:.0f} s"
+                error = self._error("RANK_FAILED", how)
+                self._fail(error)
+                raise StageFailed(error.message) from None
+            finally:
+                self._expected = None
 
     def send(self, frame: bytes) -> None:
         """Queues one frame for the rank; what waits there is bounded by the steps in flight."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame)
 
-    async def stop(self) -> None:
-        """Lets the rank finish what is queued, then makes sure that it is gone."""
+    async def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+        """Lets the rank finish what is queued, up to a deadline, and makes sure that it is gone."""
         self._stopping = True
+        if self.state != stage_worker_pb2.COMPONENT_STATE_FAILED:
+            self.state = stage_worker_pb2.COMPONENT_STATE_DRAINING
         self.send(ipc.encode(rank_pb2.RankCommand(stop=rank_pb2.RankStop())))
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_SECONDS)
+                await asyncio.wait_for(self._process.wait(), timeout_seconds)
         await self._kill()
 
     async def _kill(self) -> None:

@@ -15,8 +15,8 @@ import grpc
 
 from services.errors import ConfigError, PipelineUnavailable
 from stage_worker import ipc
-from stage_worker.rank_process import RankProcess
-from stagemesh.v1 import rank_pb2, stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
+from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
+from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
 
@@ -31,6 +31,7 @@ _SEVERITY = (
 
 MAX_PENDING_ANSWERS = 1024
 """Steps in flight are far fewer; beyond this the gateway does not read, and the stream ends."""
+MAX_DRAIN_SECONDS = 60.0
 
 
 class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
@@ -40,6 +41,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self.ranks: list[RankProcess] = []
         self.leave = asyncio.Event()
         """Set when the worker has to go; the owner of the service waits for it."""
+        self.drain_seconds = 0.0
         self._answers: asyncio.Queue[stage_worker_pb2.ExecuteResponse | None] | None = None
         self._error: step_pb2.StageError | None = None
         self._epoch = 0
@@ -57,8 +59,17 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self._answer(stage_worker_pb2.ExecuteResponse(error=error))
 
     def _answer(self, response: stage_worker_pb2.ExecuteResponse) -> None:
-        if self._answers is not None:
-            self._answers.put_nowait(response)
+        answers = self._answers
+        if answers is None:
+            return
+        if answers.full():
+            # The gateway does not read. What it has missed cannot be made good: the stream ends.
+            while not answers.empty():
+                answers.get_nowait()
+            message = f"{MAX_PENDING_ANSWERS} answers wait and the gateway does not read them"
+            error = step_pb2.StageError(reason="STEP_FAILED", message=message, epoch=self._epoch)
+            response = stage_worker_pb2.ExecuteResponse(error=error)
+        answers.put_nowait(response)
 
     def _ranks_or_refuse(self) -> list[RankProcess]:
         if not self.ranks:
@@ -82,6 +93,8 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         """Forms the groups of an epoch on every rank."""
         if request.epoch <= self._epoch:
             raise ConfigError(f"epoch {request.epoch} is not above the present one, {self._epoch}")
+        if self._answers is not None:
+            self._answers.put_nowait(None)
         async with asyncio.TaskGroup() as tasks:
             for rank in self._ranks_or_refuse():
                 tasks.create_task(rank.form_group(request))
@@ -121,25 +134,32 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         request_iterator: AsyncIterator[stage_worker_pb2.ExecuteRequest],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Runs steps in order. One stream at a time; a new one replaces the old."""
+        """Runs steps in order, over one stream for each epoch."""
         ranks = self._ranks_or_refuse()
         answers: asyncio.Queue[stage_worker_pb2.ExecuteResponse | None] = asyncio.Queue(
             MAX_PENDING_ANSWERS
         )
         if self._answers is not None:
-            self._answers.put_nowait(None)
-        self._answers = answers
+            raise ConfigError(
+                f"the steps of epoch {self._epoch} come over another stream already; a new epoch "
+                "ends it"
+            )
         if self._error is not None:
             await context.write(stage_worker_pb2.ExecuteResponse(error=self._error))
             return
-        async with asyncio.TaskGroup() as tasks:
-            forward = tasks.create_task(self._forward(request_iterator, ranks))
-            forward.add_done_callback(lambda _: answers.put_nowait(None))
-            while (response := await answers.get()) is not None:
-                await context.write(response)
-                if response.WhichOneof("event") == "error":
-                    break
-            forward.cancel()
+        self._answers = answers
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                forward = tasks.create_task(self._forward(request_iterator, ranks))
+                forward.add_done_callback(lambda _: answers.put_nowait(None))
+                while (response := await answers.get()) is not None:
+                    await context.write(response)
+                    if response.WhichOneof("event") == "error":
+                        break
+                forward.cancel()
+        finally:
+            if self._answers is answers:
+                self._answers = None
 
     async def _forward(
         self,
@@ -147,7 +167,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         ranks: list[RankProcess],
     ) -> None:
         async for request in steps:
-            frame = ipc.encode(rank_pb2.RankCommand(step=request.step))
+            frame = ipc.step_frame(request)
             for rank in ranks:
                 rank.send(frame)
 
@@ -177,5 +197,12 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.DrainResponse:
         """Lets the ranks finish what is queued, then leaves."""
+        self.drain_seconds = min(request.timeout_seconds, MAX_DRAIN_SECONDS)
         self.leave.set()
         return stage_worker_pb2.DrainResponse()
+
+    async def stop_ranks(self) -> None:
+        """Stops all ranks at once, each with the time that Drain has given."""
+        async with asyncio.TaskGroup() as tasks:
+            for rank in self.ranks:
+                tasks.create_task(rank.stop(max(self.drain_seconds, STOP_TIMEOUT_SECONDS)))

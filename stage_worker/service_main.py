@@ -26,7 +26,7 @@ from services.rpc.server import RpcServer, host_port
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV
-from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS, RankArguments
 from stage_worker.rank_process import RankProcess
 from stage_worker.service import StageWorker
 from stagemesh.v1 import control_pb2, stage_worker_pb2_grpc, topology_pb2
@@ -35,7 +35,6 @@ log = logging.getLogger("stagemesh.stage_worker")
 
 SERVICE_NAME = "stagemesh.v1.StageWorkerService"
 STOP_GRACE_SECONDS = 1.0
-DEFAULT_STEP_TIMEOUT_SECONDS = 60.0
 
 
 class Left(Exception):
@@ -106,8 +105,7 @@ async def _serve(config: StageWorkerConfig) -> None:
             _start_ranks(worker, tasks, config, joined, device)
             tasks.create_task(_until_sent_away(control, joined, worker))
     finally:
-        for rank in worker.ranks:
-            await rank.stop()
+        await worker.stop_ranks()
         await server.stop(grace_seconds=STOP_GRACE_SECONDS)
         await channel.close()
 
@@ -140,7 +138,7 @@ def _start_ranks(
                 num_threads=threads_per_rank(num_ranks),
                 pp_rank=placement.pp_rank,
                 tp_rank=tp_rank,
-                step_timeout_seconds=DEFAULT_STEP_TIMEOUT_SECONDS,
+                step_timeout_seconds=STEP_TIMEOUT_SECONDS,
             ),
             worker.on_result,
             worker.on_failure,
@@ -161,6 +159,7 @@ async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:
     if config.lifeline_fd is not None:
         loop.remove_reader(config.lifeline_fd)
     log.info("leaving")
+    await worker.stop_ranks()
     raise Left
 
 

@@ -20,8 +20,6 @@ from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
 HEARTBEAT_INTERVAL_SECONDS = 1.0
 MEMBER_TIMEOUT_SECONDS = 3.0
 """A death or a frozen process is known after this long."""
-DEADLINE_MARGIN_SECONDS = 0.01
-"""A look at exactly the deadline would find nobody overdue yet."""
 HEAD_TIMEOUT_SECONDS = 8.0
 """A worker leaves after this long without its head: inside the 10 s that users are promised."""
 
@@ -196,11 +194,6 @@ class Membership:
         return tuple(
             member for member in self.members if now - member.heard_at > MEMBER_TIMEOUT_SECONDS
         )
-
-    def next_deadline(self, now: float) -> float:
-        """When the first member will be overdue, if none is heard of before."""
-        heard = (member.heard_at for member in self._members.values())
-        return min(heard, default=now) + MEMBER_TIMEOUT_SECONDS + DEADLINE_MARGIN_SECONDS
 
 
 def _place(placement: StagePlacement) -> tuple[int, int, int]:

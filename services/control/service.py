@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 import grpc
 
@@ -16,6 +17,7 @@ log = logging.getLogger("stagemesh.control")
 
 ECHO_REASON = "PEER_LOST"
 """What a rank reports whose neighbour is gone."""
+LOOK_INTERVAL_SECONDS = 0.5
 OWN_STALL_SECONDS = 0.5
 """A timer that is later than this says that the event loop did not run, for whatever reason."""
 
@@ -78,22 +80,22 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     async def watch(self) -> None:
         """Runs until a member fails or goes silent, and then raises `StageFailed` naming it."""
-        loop = asyncio.get_running_loop()
+        looked_at = time.monotonic()
         while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), LOOK_INTERVAL_SECONDS)
             if self._failed.is_set():
                 raise StageFailed(self._failure)
-            for member in self.membership.silent(loop.time()):
+            stood_still = time.monotonic() - looked_at - LOOK_INTERVAL_SECONDS
+            looked_at = time.monotonic()
+            now = asyncio.get_running_loop().time()
+            if stood_still > OWN_STALL_SECONDS:
+                # It was this process that did not run; their heartbeats are yet to be read.
+                log.warning("this process stood still for %.1f s", stood_still)
+                self.membership.forgive(now)
+            for member in self.membership.silent(now):
                 raise StageFailed(
                     f"the worker of stage {member.placement.pp_rank} ({member.address}, pid "
                     f"{member.pid} on {member.node}) has been silent for more than "
                     f"{MEMBER_TIMEOUT_SECONDS:.0f} s: it is stopped, hung or cut off"
                 )
-            # Nobody can be overdue earlier than that.
-            due = self.membership.next_deadline(loop.time())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(due):
-                    await self._failed.wait()
-            if loop.time() - due > OWN_STALL_SECONDS:
-                # It was this process that stood still; their heartbeats are yet to be read.
-                log.warning("this process stood still for %.1f s", loop.time() - due)
-                self.membership.forgive(loop.time())
