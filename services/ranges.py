@@ -18,4 +18,4 @@ def as_float32(value: float) -> float:
     try:
         return ctypes.c_float(value).value
     except OverflowError:  # an integer that no float holds
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
