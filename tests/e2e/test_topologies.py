@@ -139,7 +139,7 @@ def test_a_node_rank_twice_names_both_nodes(tiny: Path) -> None:
     ):
         pass
     text = str(failure.value)
-    assert re.search(r"stage 1 .* is held by worker \S+ on \S+ \(node rank 1.*wants it too", text)
+    assert re.search(r"stage 1 .*is held by worker \S+ on \S+ \(node rank 1.*wants it too", text)
     assert "missing stage 2" in text
 
 
