@@ -29,19 +29,17 @@ PLAN_GROUPS = (
         "layout",
         (
             *_of_serve(
-                "--tensor-parallel-size", "--pipeline-parallel-size", "--pp-layer-partition"
-            ),
-            Flag(
-                ("--data-parallel-size", "-dp"),
-                values.positive_integer,
-                "replicas of the whole layout",
+                "--tensor-parallel-size",
+                "--pipeline-parallel-size",
+                "--pp-layer-partition",
+                "--data-parallel-size",
             ),
         ),
     ),
     FlagGroup(
         "devices",
         (
-            Flag(("--nnodes",), values.positive_integer, "nodes"),
+            *_of_serve("--nnodes"),
             Flag(
                 ("--devices-per-node",),
                 values.positive_integer,

@@ -143,9 +143,7 @@ def smallest_layout(facts: ModelFacts, demand: Demand, devices_per_node: int) ->
     best: Layout | None = None
     for tp_size in tp_sizes_inside(facts, devices_per_node):
         layout = fewest_stages(facts, tp_size, demand)
-        if layout is None or not keeps_groups_together(layout, devices_per_node):
-            continue
-        if best is None or _cost(layout) < _cost(best):
+        if layout is not None and (best is None or _cost(layout) < _cost(best)):
             best = layout
     return best
 
@@ -155,11 +153,13 @@ def tp_sizes_inside(facts: ModelFacts, devices_per_node: int) -> tuple[int, ...]
     return tuple(size for size in valid_tp_sizes(facts) if size <= devices_per_node)
 
 
-def keeps_groups_together(layout: Layout, devices_per_node: int) -> bool:
-    """Whether no TP group lies on two nodes when ranks are handed out node by node."""
-    if layout.num_devices <= devices_per_node:
-        return True
-    return devices_per_node % layout.tp_size == 0
+def nodes_of(layout: Layout, devices_per_node: int) -> int:
+    """The fewest nodes that hold the layout when all get the same number of ranks (as
+    `placement.ranks_per_node` shares them) and no TP group lies on two. TP must fit a node."""
+    for nodes in range(1, layout.pp_size):
+        if layout.pp_size % nodes == 0 and layout.num_devices // nodes <= devices_per_node:
+            return nodes
+    return layout.pp_size
 
 
 def memory_partition(

@@ -8,7 +8,6 @@ is every sum with them. Nothing here was measured.
 
 from __future__ import annotations
 
-from services.errors import ConfigError
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.families import check_topology, resolve_dtype, resolve_max_model_len
 from services.topology.layouts import (
@@ -20,7 +19,7 @@ from services.topology.layouts import (
 )
 from services.topology.memory import StageMemory
 from services.topology.partition import resolve_partition
-from services.topology.placement import NodeDevices, place
+from services.topology.placement import NodeDevices, place, ranks_per_node
 from services.topology.plan_result import (
     Balance,
     Bubble,
@@ -123,8 +122,9 @@ def _model(model: PlannedModel) -> PlanModel:
 
 def _layout(facts: ModelFacts, settings: PlanSettings, shape: MeshShape) -> PlanLayout:
     needed = shape.world_size * shape.dp_size
+    share = ranks_per_node(shape, settings.nnodes)
     # Where nothing was said, as many devices as the layout takes.
-    per_node = settings.devices_per_node or -(-needed // settings.nnodes)
+    per_node = settings.devices_per_node or share
     memory = settings.device_memory_bytes
     available = None if memory is None else int(memory * settings.gpu_memory_utilization)
     return PlanLayout(
@@ -140,7 +140,7 @@ def _layout(facts: ModelFacts, settings: PlanSettings, shape: MeshShape) -> Plan
         devices_needed=needed,
         nnodes=settings.nnodes,
         devices_per_node=per_node,
-        enough_devices=per_node * settings.nnodes >= needed,
+        enough_devices=per_node >= share,
         device_memory_bytes=memory,
         available_bytes=available,
         reserve_bytes=None if memory is None or available is None else memory - available,
@@ -203,15 +203,14 @@ def _stage(
 
 def _nodes_by_stage(shape: MeshShape, layout: PlanLayout, pp_size: int) -> list[tuple[int, ...]]:
     """Node ranks of each stage of the first replica."""
-    devices = [
-        NodeDevices(rank, f"node {rank}", "npu", layout.devices_per_node)
-        for rank in range(layout.nnodes)
-    ]
-    try:
-        placements = place(shape, devices)
-    except ConfigError:
-        # Too few devices: `enough_devices` says so, and the plan goes on without places.
+    if not layout.enough_devices:
         return [()] * pp_size
+    share = ranks_per_node(shape, layout.nnodes)
+    placements = place(
+        shape,
+        # What kind of device it is makes no difference to its place.
+        [NodeDevices(rank, f"node {rank}", "cpu", share) for rank in range(layout.nnodes)],
+    )
     return [
         tuple(p.node_rank for p in placements if p.dp_rank == 0 and p.pp_rank == stage)
         for stage in range(pp_size)

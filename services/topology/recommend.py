@@ -18,7 +18,7 @@ from services.topology.layouts import (
     fewest_stages,
     fits,
     fitting_partition,
-    keeps_groups_together,
+    nodes_of,
     smallest_layout,
     tp_sizes_inside,
 )
@@ -86,11 +86,8 @@ def recommend(facts: ModelFacts, demand: Demand, devices: DeviceCount) -> Recomm
             return _recommendation(facts, alone, devices, reason)
     for tp_size in reversed(inside):
         layout = fewest_stages(facts, tp_size, demand)
-        if layout is None or layout.num_devices > devices.total:
+        if layout is None or (nodes := nodes_of(layout, per_node)) > devices.nnodes:
             continue
-        if not keeps_groups_together(layout, per_node):
-            continue
-        nodes = -(-layout.num_devices // per_node)
         reason = f"TP {tp_size} inside each node, a pipeline of {layout.pp_size} stages across"
         if nodes == 1:
             reason = (
@@ -106,7 +103,7 @@ def smallest_fit(facts: ModelFacts, demand: Demand, node_size: int) -> Recommend
     layout = smallest_layout(facts, demand, node_size)
     if layout is None:
         return None
-    nodes = -(-layout.num_devices // node_size)
+    nodes = nodes_of(layout, node_size)
     reason = f"the fewest devices that hold the model, with up to {node_size} in a node"
     return _recommendation(facts, layout, DeviceCount(nodes, node_size), reason)
 
@@ -160,6 +157,17 @@ def _tp_obstacle(
     return None
 
 
+def _replicas(layout: Layout, devices: DeviceCount) -> int:
+    """The most replicas that some of the nodes can share evenly, TP groups undivided."""
+    per_node = devices.devices_per_node
+    for replicas in range(devices.total // layout.num_devices, 1, -1):
+        stages = replicas * layout.pp_size
+        for nodes in range(1, devices.nnodes + 1):
+            if stages % nodes == 0 and stages // nodes * layout.tp_size <= per_node:
+                return replicas
+    return 1
+
+
 def _recommendation(
     facts: ModelFacts, layout: Layout, devices: DeviceCount, reason: str
 ) -> Recommendation:
@@ -174,10 +182,10 @@ def _recommendation(
     return Recommendation(
         tensor_parallel_size=layout.tp_size,
         pipeline_parallel_size=layout.pp_size,
-        data_parallel_size=max(1, devices.total // layout.num_devices),
+        data_parallel_size=_replicas(layout, devices),
         pp_layer_partition=layout.partition,
         devices=layout.num_devices,
-        nnodes=-(-layout.num_devices // devices.devices_per_node),
+        nnodes=nodes_of(layout, devices.devices_per_node),
         flags=" ".join(flags),
         reason=reason,
     )

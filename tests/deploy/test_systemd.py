@@ -14,7 +14,7 @@ import pytest
 from services.cli.arguments import Positional, parse_arguments
 from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS
 from services.cli.settings import serve_config, stage_worker_config
-from services.config import ServeConfig, StageWorkerConfig
+from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 NAMES = ("stagemesh-gateway.service", "stagemesh-stage-worker@.service")
@@ -66,6 +66,7 @@ def test_the_gateway_unit_and_its_settings_make_a_config() -> None:
         pipeline_parallel_size=2,
         host="0.0.0.0",
         master_addr="192.0.2.10",
+        master_port=DEFAULT_MASTER_PORT,
     )
 
 

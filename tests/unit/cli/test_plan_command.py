@@ -60,7 +60,7 @@ def test_a_layout_that_does_not_fit_is_exit_code_1(
     assert code == 1
     assert "DOES NOT FIT: stage 0 needs 79.3 GiB for weights" in out
     assert "of 57.6 GiB" in out
-    assert re.search(r"^smallest +-tp 4 -pp 3 .*\(12 devices on 2 nodes\)", out, re.MULTILINE)
+    assert re.search(r"^smallest +-tp 4 -pp 3 .*\(12 devices on 3 nodes\)", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= WIDTH
 
 

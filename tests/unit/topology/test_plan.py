@@ -130,7 +130,11 @@ def test_the_smallest_fit_is_the_smallest(large: PlannedModel) -> None:
     for tp_size in (1, 2, 4, 8):
         for pp_size in range(1, -(-found.devices // tp_size)):
             smaller = replace(
-                TWO_NODES, tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size
+                TWO_NODES,
+                tensor_parallel_size=tp_size,
+                pipeline_parallel_size=pp_size,
+                nnodes=1,
+                devices_per_node=None,
             )
             plan = make_plan(large, smaller)
             assert plan.fits is False and plan.fitting_partition is None
@@ -160,6 +164,26 @@ def test_too_few_devices_do_not_fit(large: PlannedModel) -> None:
     assert not plan.layout.enough_devices
     assert plan.fits is False
     assert all(stage.fits for stage in plan.stages)
+
+
+def test_nodes_share_the_ranks_evenly_as_serve_shares_them(large: PlannedModel) -> None:
+    uneven = replace(TWO_NODES, tensor_parallel_size=1, pipeline_parallel_size=3)
+    with pytest.raises(ConfigError, match="--nnodes 2 cannot share 3 ranks"):
+        make_plan(large, uneven)
+    four = make_plan(large, replace(TWO_NODES, tensor_parallel_size=4, pipeline_parallel_size=4))
+    assert [stage.nodes for stage in four.stages] == [(0,), (0,), (1,), (1,)]
+    # Three stages of four ranks: two nodes would cut a TP group in half.
+    found = make_plan(large, replace(TWO_NODES, pipeline_parallel_size=1, nnodes=1)).smallest_fit
+    assert found is not None
+    assert (found.tensor_parallel_size, found.pipeline_parallel_size, found.nnodes) == (4, 3, 3)
+
+
+@pytest.mark.parametrize(("nnodes", "replicas"), [(2, 1), (3, 1), (4, 2), (6, 3)])
+def test_replicas_that_nodes_can_share(large: PlannedModel, nnodes: int, replicas: int) -> None:
+    layout = replace(TWO_NODES, nnodes=nnodes, pipeline_parallel_size=nnodes)
+    found = make_plan(large, layout).recommendation
+    assert found is not None
+    assert (found.flags, found.data_parallel_size) == ("-tp 8 -pp 2", replicas)
 
 
 def test_without_memory_nothing_is_said_about_fit(large: PlannedModel) -> None:
