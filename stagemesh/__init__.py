@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Generation,
         ModelInfo,
         TLSConfig,
+        Tokenization,
         TokenLogprob,
         Usage,
     )
@@ -75,6 +76,7 @@ _MODULE_OF = {
     "ModelInfo": "types",
     "TLSConfig": "types",
     "TokenLogprob": "types",
+    "Tokenization": "types",
     "Usage": "types",
 }
 
@@ -102,6 +104,7 @@ __all__ = [
     "StagemeshError",
     "TLSConfig",
     "TokenLogprob",
+    "Tokenization",
     "Usage",
     "__version__",
 ]

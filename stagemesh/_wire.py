@@ -13,6 +13,7 @@ from stagemesh.types import (
     FinishReason,
     Generation,
     ModelInfo,
+    Tokenization,
     TokenLogprob,
     Usage,
 )
@@ -25,6 +26,8 @@ _FINISH: dict[int, FinishReason] = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
     inference_pb2.FINISH_REASON_ABORT: "abort",
 }
+_NEEDED = frozenset(("role", "content"))
+_KNOWN = _NEEDED | {"name", "tool_call_id"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +104,20 @@ def tokenize_request(
     prompt: str | None,
     messages: Messages | None,
     add_special_tokens: bool | None,
+    add_generation_prompt: bool | None,
     model: str | None,
+    *,
+    with_strs: bool = False,
 ) -> inference_pb2.TokenizeRequest:
     """The message; raises `InvalidRequest` where it cannot hold the arguments."""
     if (prompt is None) == (messages is None):
         raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
     try:
         request = inference_pb2.TokenizeRequest(
-            model=model or "", add_special_tokens=add_special_tokens
+            model=model or "",
+            add_special_tokens=add_special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            return_token_strs=with_strs,
         )
         if prompt is not None:
             request.text = prompt
@@ -133,12 +142,18 @@ def _chat(messages: Messages) -> inference_pb2.ChatPrompt:
     chat = inference_pb2.ChatPrompt()
     for index, message in enumerate(messages):
         if isinstance(message, ChatMessage):
-            chat.messages.add(role=message.role, content=message.content)
-        elif isinstance(message, Mapping) and set(message) == {"role", "content"}:
-            chat.messages.add(role=message["role"], content=message["content"])
+            chat.messages.add(
+                role=message.role,
+                content=message.content,
+                name=message.name,
+                tool_call_id=message.tool_call_id,
+            )
+        elif isinstance(message, Mapping) and _NEEDED <= message.keys() <= _KNOWN:
+            chat.messages.add(**message)
         else:
             raise InvalidRequest(
-                f"messages[{index}] must be a ChatMessage or have exactly 'role' and 'content'",
+                f"messages[{index}] must be a ChatMessage or have 'role', 'content', and "
+                "nothing else but 'name' and 'tool_call_id'",
                 param="messages",
             )
     return chat
@@ -163,6 +178,21 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
         finish_reason=_FINISH.get(response.finish_reason),
         usage=usage,
         request_id=response.request_id,
+        stop_reason=_stop_reason(response),
+    )
+
+
+def _stop_reason(response: inference_pb2.GenerateResponse) -> str | int | None:
+    which = response.WhichOneof("stop_reason")
+    if which is None:
+        return None
+    return response.stop_text if which == "stop_text" else response.stop_token_id
+
+
+def tokenization_of(response: inference_pb2.TokenizeResponse) -> Tokenization:
+    """Ids and their texts."""
+    return Tokenization(
+        tuple(response.token_ids), tuple(response.token_strs), response.max_model_len
     )
 
 
@@ -177,6 +207,7 @@ class _GrowingChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
 
 class GenerationBuilder:
@@ -193,7 +224,9 @@ class GenerationBuilder:
         choice.texts.append(chunk.text)
         choice.token_ids.extend(chunk.token_ids)
         choice.logprobs.extend(chunk.logprobs)
-        choice.finish_reason = chunk.finish_reason or choice.finish_reason
+        if chunk.finish_reason is not None:
+            choice.finish_reason = chunk.finish_reason
+            choice.stop_reason = chunk.stop_reason
         self._usage = chunk.usage or self._usage
         self._request_id = chunk.request_id
 
@@ -209,6 +242,7 @@ class GenerationBuilder:
                     tuple(choice.token_ids),
                     tuple(choice.logprobs),
                     choice.finish_reason,
+                    choice.stop_reason,
                 )
             )
         return Generation(tuple(choices), self._usage or Usage(0, 0), self._request_id)

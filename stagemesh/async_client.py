@@ -30,10 +30,11 @@ from stagemesh._wire import (
     detokenize_request,
     generate_request,
     models_of,
+    tokenization_of,
     tokenize_request,
 )
 from stagemesh.errors import RequestAborted
-from stagemesh.types import Chunk, Generation, ModelInfo, TLSConfig
+from stagemesh.types import Chunk, Generation, ModelInfo, TLSConfig, Tokenization
 from stagemesh.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -147,9 +148,9 @@ class AsyncClient:
         """Generates and returns the whole answer.
 
         Give exactly one of `prompt` (text, continued as it stands), `messages` (a conversation:
-        `ChatMessage`s or mappings with role and content) and `token_ids`. What is None takes
-        the model's default. `logprobs` is how many alternatives to report with each token (0:
-        the token's own only). `timeout` is the deadline in seconds. Raises `StagemeshError`s.
+        `ChatMessage`s, or mappings with their fields) and `token_ids`. What is None takes the
+        model's default. `logprobs` is how many alternatives to report with each token (0: the
+        token's own only). `timeout` is the deadline in seconds. Raises `StagemeshError`s.
         """
         options = Options(
             model=model,
@@ -232,19 +233,42 @@ class AsyncClient:
         *,
         messages: Messages | None = None,
         add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
         model: str | None = None,
         timeout: float | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a text, or of a conversation as the model would see it.
 
         `add_special_tokens` None means yes for text and no for messages, whose template
-        writes them.
+        writes them. `add_generation_prompt`, for messages only, ends them with the start of
+        an assistant's turn; None means yes.
         """
-        request = tokenize_request(prompt, messages, add_special_tokens, model)
+        request = tokenize_request(
+            prompt, messages, add_special_tokens, add_generation_prompt, model
+        )
         response: inference_pb2.TokenizeResponse = await self._unary(
             self._stub.Tokenize, request, timeout
         )
         return tuple(response.token_ids)
+
+    async def tokenize_with_strs(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+    ) -> Tokenization:
+        """As `tokenize`, with the text of each token."""
+        request = tokenize_request(
+            prompt, messages, add_special_tokens, add_generation_prompt, model, with_strs=True
+        )
+        response: inference_pb2.TokenizeResponse = await self._unary(
+            self._stub.Tokenize, request, timeout
+        )
+        return tokenization_of(response)
 
     async def detokenize(
         self,

@@ -18,6 +18,10 @@ class ChatMessage:
     """"system", "user", "assistant", "developer" or "tool"."""
     content: str
     """Text of the turn."""
+    name: str | None = None
+    """Who speaks, where several have one role; for templates that write it."""
+    tool_call_id: str | None = None
+    """Which call a "tool" turn answers; for templates that write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class Chunk:
     """Set on the stream's last chunk."""
     request_id: str = ""
     """Name of the request in the service's logs."""
+    stop_reason: str | int | None = None
+    """The stop text or stop token id that ended the choice, where one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,8 @@ class Choice:
     """One for each token, where asked for."""
     finish_reason: FinishReason
     """Why it ended."""
+    stop_reason: str | int | None = None
+    """The stop text or stop token id that ended it, where one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,23 @@ class Generation:
     def finish_reason(self) -> FinishReason:
         """Why the first choice ended."""
         return self.choices[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop that ended the first choice."""
+        return self.choices[0].stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenization:
+    """A text, or a conversation, as the model would see it."""
+
+    token_ids: tuple[int, ...]
+    """Its token ids."""
+    token_strs: tuple[str, ...]
+    """Text of each; part of a character is U+FFFD."""
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output."""
 
 
 @dataclass(frozen=True, slots=True)

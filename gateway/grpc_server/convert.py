@@ -65,9 +65,20 @@ def tokenize_prompt_of(
     special = request.add_special_tokens if request.HasField("add_special_tokens") else None
     which = request.WhichOneof("prompt")
     if which == "text":
+        if request.HasField("add_generation_prompt"):
+            raise InvalidRequest(
+                "'add_generation_prompt' needs 'chat'", param="add_generation_prompt"
+            )
         return TextPrompt(request.text, add_special_tokens=special is not False), names
     if which == "chat":
-        return ChatPrompt(_messages(request.chat), add_special_tokens=bool(special)), names
+        prompt = ChatPrompt(
+            _messages(request.chat),
+            add_generation_prompt=(
+                request.add_generation_prompt or not request.HasField("add_generation_prompt")
+            ),
+            add_special_tokens=bool(special),
+        )
+        return prompt, names
     raise InvalidRequest("the request has no prompt: set text or chat", param="prompt")
 
 
@@ -80,7 +91,13 @@ def _messages(chat: inference_pb2.ChatPrompt) -> tuple[Message, ...]:
                 param=f"messages[{index}].role",
             )
     return tuple(
-        Message(role=template_role(one.role), content=one.content) for one in chat.messages
+        Message(
+            role=template_role(one.role),
+            content=one.content,
+            name=_given(one.name, one.HasField("name")),
+            tool_call_id=_given(one.tool_call_id, one.HasField("tool_call_id")),
+        )
+        for one in chat.messages
     )
 
 
@@ -129,6 +146,10 @@ def response_of(delta: ChoiceDelta, request_id: str) -> inference_pb2.GenerateRe
         response.logprobs.extend(_logprobs(delta.logprobs[:length]))
     if delta.finish_reason is not None:
         response.finish_reason = _FINISH[delta.finish_reason]
+        if isinstance(delta.stop_reason, str):
+            response.stop_text = delta.stop_reason
+        elif delta.stop_reason is not None:
+            response.stop_token_id = delta.stop_reason
     return response
 
 

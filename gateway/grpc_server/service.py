@@ -73,9 +73,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with self._observed("Tokenize", new_request_id("tok")):
             self._frontend.resolve_model(request.model)
             prompt, names = convert.tokenize_prompt_of(request)
+            token_ids = await self._frontend.tokenize_alone(prompt, names)
             return inference_pb2.TokenizeResponse(
-                token_ids=await self._frontend.tokenize_alone(prompt, names),
+                token_ids=token_ids,
                 max_model_len=self._frontend.max_model_len,
+                token_strs=(
+                    await self._frontend.token_strs(token_ids, "return_token_strs")
+                    if request.return_token_strs
+                    else ()
+                ),
             )
 
     async def Detokenize(

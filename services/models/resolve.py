@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.errors import ModelError
@@ -17,8 +19,40 @@ from services.models.demo import DEMO_MODELS
 
 # owner/name or name, as the Hub allows it.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# What a server reads: no other format of the weights, no images.
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFiles:
+    """Which files of a repository are wanted, and which of them show that it is there."""
+
+    patterns: tuple[str, ...]
+    ignored: tuple[str, ...]
+    needed: tuple[str, ...]
+    """Each must match a file that is not ignored."""
+
+    def are_in(self, directory: Path) -> bool:
+        """Whether the directory has what is needed."""
+        return all(
+            any(
+                not any(path.match(pattern) for pattern in self.ignored)
+                for path in directory.glob(wanted)
+            )
+            for wanted in self.needed
+        )
+
+
+# No other format of the weights, no second copy of them (consolidated.safetensors), no images.
+MODEL_FILES = HubFiles(
+    patterns=("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"),
+    ignored=("consolidated*.safetensors",),
+    needed=("config.json", "*.safetensors"),
+)
+# No weights at all: they may be hundreds of gigabytes.
+TOKENIZER_FILES = HubFiles(
+    patterns=("tokenizer*.json", "special_tokens_map.json", "chat_template.json", "*.jinja"),
+    ignored=(),
+    needed=("tokenizer.json",),
+)
 
 
 def resolve_model(model: str) -> Path:
@@ -27,12 +61,24 @@ def resolve_model(model: str) -> Path:
     Raises `ModelError` that says what was looked for and what to do.
     """
     path = Path(model).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path} holds no config.json; name a Hugging Face model directory "
+            f"(config.json, *.safetensors, tokenizer.json)"
+        )
+    return _resolve(model, MODEL_FILES)
+
+
+def resolve_tokenizer(tokenizer: str) -> Path:
+    """The directory that holds tokenizer.json, for `--tokenizer`: a directory, which needs no
+    config.json, a demo model's name, or a Hub repository id, of which the tokenizer's files
+    alone are downloaded. Raises `ModelError`."""
+    return _resolve(tokenizer, TOKENIZER_FILES)
+
+
+def _resolve(model: str, files: HubFiles) -> Path:
+    path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"{path} holds no config.json; name a Hugging Face model directory "
-                f"(config.json, *.safetensors, tokenizer.json)"
-            )
         return path.resolve()
     if path.exists():
         raise ModelError(f"{path} is a file; name the Hugging Face model directory")
@@ -43,14 +89,7 @@ def resolve_model(model: str) -> Path:
             f"there is no directory {model}; name a local Hugging Face directory, "
             f"{', '.join(DEMO_MODELS)}, or a Hub repository id like owner/name"
         )
-    return _hub_snapshot(model)
-
-
-def resolve_tokenizer(tokenizer: str) -> Path:
-    """The directory that holds tokenizer.json, for `--tokenizer`: a directory, which needs no
-    config.json, or whatever `resolve_model` knows. Raises `ModelError`."""
-    path = Path(tokenizer).expanduser()
-    return path.resolve() if path.is_dir() else resolve_model(tokenizer)
+    return _hub_snapshot(model, files)
 
 
 def is_repository_id(model: str) -> bool:
@@ -69,7 +108,7 @@ def _demo_model(name: str) -> Path:
     return directory
 
 
-def _hub_snapshot(repository: str) -> Path:
+def _hub_snapshot(repository: str, files: HubFiles) -> Path:
     """The repository's snapshot in the Hub's cache, downloaded where it is missing."""
     try:
         from huggingface_hub import snapshot_download
@@ -83,11 +122,15 @@ def _hub_snapshot(repository: str) -> Path:
             f"{repository} is no local directory, and the package huggingface-hub, which gets it "
             f"from the Hub, is not installed; pip install 'stagemesh[gateway]'"
         ) from None
+    download = partial(
+        snapshot_download,
+        repository,
+        allow_patterns=list(files.patterns),
+        ignore_patterns=list(files.ignored),
+    )
     try:
-        cached = Path(
-            snapshot_download(repository, allow_patterns=list(HUB_PATTERNS), local_files_only=True)
-        )
-        if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+        cached = Path(download(local_files_only=True))
+        if files.are_in(cached):
             return cached
     except (LocalEntryNotFoundError, HFValidationError):
         pass
@@ -98,7 +141,7 @@ def _hub_snapshot(repository: str) -> Path:
             f"or copy the model here and name its directory"
         )
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(HUB_PATTERNS)))
+        return Path(download())
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no"
         raise ModelError(

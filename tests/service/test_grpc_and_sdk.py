@@ -14,10 +14,14 @@ from front_doors import MODEL, REPLY, FakeGateway, until
 import services.errors
 import stagemesh
 import stagemesh.errors
+from gateway.frontend.chat_template import Message
+from gateway.frontend.prompts import ChatPrompt
+from gateway.grpc_server.convert import prompt_of
 from gateway.grpc_server.server import create_inference_server
 from services.errors import PipelineUnavailable, Saturated, StageFailed
 from services.rpc import RpcServer
 from stagemesh import AsyncClient, ChatMessage, Client, Usage
+from stagemesh._wire import Options, generate_request
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -113,6 +117,55 @@ async def test_tokenize_detokenize_models(door: Door) -> None:
     models = await door.client.models()
     assert [model.id for model in models] == [MODEL, "tiny-alias"]
     assert models[0].max_model_len == 128
+
+
+async def test_tokenize_has_what_rest_has(door: Door) -> None:
+    client, tokenizer = door.client, door.gateway.tokenizer
+    opened = await client.tokenize(messages=QUESTION)
+    assert await client.tokenize(messages=QUESTION, add_generation_prompt=True) == opened
+    closed = await client.tokenize(messages=QUESTION, add_generation_prompt=False)
+    assert tokenizer.decode(opened, skip_special_tokens=False) == (
+        tokenizer.decode(closed, skip_special_tokens=False) + "<|im_start|>assistant\n"
+    )
+    with pytest.raises(stagemesh.InvalidRequest) as caught:
+        await client.tokenize("stop", add_generation_prompt=True)
+    assert caught.value.param == "add_generation_prompt"
+    found = await client.tokenize_with_strs("stop here é")
+    assert found.token_ids == await client.tokenize("stop here é")
+    assert "".join(found.token_strs).startswith("stop here ")
+    assert len(found.token_strs) == len(found.token_ids) and found.max_model_len == 128
+    with pytest.raises(stagemesh.InvalidRequest, match="2097153 characters"):
+        await client.tokenize("x" * 2_097_153)
+    with pytest.raises(stagemesh.InvalidRequest, match="1048577 entries"):
+        await client.detokenize([1] * 1_048_577)
+
+
+async def test_the_stop_that_ended_a_choice_is_named(door: Door) -> None:
+    client, eos = door.client, door.gateway.tokenizer.token_to_id("<|im_end|>")
+    assert (await client.generate(messages=QUESTION)).stop_reason == eos
+    answer = await client.generate(messages=QUESTION, stop=["Paris"])
+    assert answer.stop_reason == "Paris" and answer.choices[0].finish_reason == "stop"
+    assert (await client.generate(messages=QUESTION, max_tokens=2)).stop_reason is None
+    chunks = [chunk async for chunk in client.stream(messages=QUESTION, stop=["Paris"])]
+    assert [chunk.stop_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["Paris"]
+
+
+async def test_names_of_speakers_reach_the_template(door: Door) -> None:
+    turn = {"role": "tool", "content": "4", "name": "sum", "tool_call_id": "call-1"}
+    for message in (turn, ChatMessage(**turn)):
+        prompt = prompt_of(generate_request(None, [message], None, Options()))
+        assert prompt == ChatPrompt((Message("tool", "4", "sum", "call-1"),))
+    plain = prompt_of(generate_request(None, [ChatMessage("user", "x")], None, Options()))
+    assert plain == ChatPrompt((Message("user", "x"),))
+    with pytest.raises(stagemesh.InvalidRequest, match=r"messages\[0\]"):
+        await door.client.generate(messages=[{"role": "user", "content": "x", "mood": "good"}])
+
+
+async def test_numbers_that_break_the_sampler_are_refused(door: Door) -> None:
+    for value in (1e-38, 1e-320, 1e300):
+        with pytest.raises(stagemesh.InvalidRequest) as caught:
+            await door.client.generate("stop", repetition_penalty=value)
+        assert caught.value.param == "repetition_penalty"
 
 
 async def test_errors_are_typed(door: Door) -> None:

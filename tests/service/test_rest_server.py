@@ -224,6 +224,20 @@ async def test_a_stream_is_server_sent_events(rest: Rest) -> None:
     assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
 
 
+async def test_the_last_chunk_names_the_stop(rest: Rest) -> None:
+    eos = rest.gateway.tokenizer.token_to_id("<|im_end|>")
+    for path, body in ((CHAT, BODY), ("/v1/completions", {"prompt": "x", "max_tokens": 50})):
+        for stop, expected in ((["Paris"], "Paris"), (None, eos)):
+            response = await rest.http.post(path, json=body | {"stream": True, "stop": stop})
+            events = [
+                json.loads(event.removeprefix("data: "))["choices"][0]
+                for event in response.text.split("\n\n")[:-2]
+            ]
+            assert events[-1]["finish_reason"] == "stop"
+            assert events[-1]["stop_reason"] == expected
+            assert all("stop_reason" not in event for event in events[:-1])
+
+
 async def test_too_many_requests_are_429(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_CONCURRENT_REQUESTS", 2)
     rest.gateway.engine.delay_seconds = 0.05
