@@ -13,11 +13,17 @@ import struct
 
 from google.protobuf.message import DecodeError
 
-from stagemesh.v1 import rank_pb2, stage_worker_pb2
+from stagemesh.v1 import rank_pb2
 
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A step of 8,192 tokens with a full history takes well under 1 MB; more is a bug, not work."""
+
+
+_STEP_TAG = (rank_pb2.RankCommand.STEP_FIELD_NUMBER << 3) | 2
+"""Of a field that is a message."""
+_MAX_VARINT_BYTES = 5
+"""Lengths are below 2**35."""
 
 
 class FrameError(Exception):
@@ -37,11 +43,22 @@ def _checked_length(header: bytes) -> int:
     return int(length)
 
 
-def step_frame(request: stage_worker_pb2.ExecuteRequest) -> bytes:
-    """The frame of a step. `RankCommand.step` has the number of `ExecuteRequest.step`, so
-    the request's bytes are the command's, and nothing is copied into another message."""
-    body = request.SerializeToString()
-    return _LENGTH.pack(len(body)) + body
+def step_frame(request: bytes) -> bytes:
+    """The frame of a step, from a serialized `ExecuteRequest`.
+
+    `RankCommand.step` has the number of `ExecuteRequest.step`, so the bytes are those of
+    the command and nobody parses them on the way. Raises `FrameError` unless they are
+    that one field and nothing else: no other command can come in by this door.
+    """
+    size = shift = 0
+    for index, byte in enumerate(request[1 : 1 + _MAX_VARINT_BYTES], start=2):
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            if request[0] != _STEP_TAG or index + size != len(request):
+                break
+            return _LENGTH.pack(len(request)) + request
+    raise FrameError(f"a request of {len(request)} bytes is not one step")
 
 
 def read_frame(sock: socket.socket) -> bytes | None:

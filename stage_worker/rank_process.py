@@ -1,7 +1,8 @@
 """A stage worker's handle on one rank process: start, command, watch, stop.
 
-Torch-free. Commands other than steps are answered one at a time; step results
-and the first failure go to the `on_result` and `on_failure` callbacks.
+Torch-free. A rank answers commands other than steps in their order, each once: so
+a reply belongs to the oldest command that has none, also where its caller has
+left. Step results and failures go to the `on_result` and `on_failure` callbacks.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from services.errors import StageFailed
 from stage_worker import ipc
@@ -33,12 +36,27 @@ FROZEN_AFTER_SECONDS = 3.0
 """A rank whose heartbeat thread is silent for this long is stopped or hung."""
 READ_LIMIT_BYTES = ipc.MAX_FRAME_BYTES + 4
 
-OWN_STALL_SECONDS = 0.5
-"""A timer that is later than this says that this process did not run."""
+CONFIRM_SECONDS = 0.5
+"""After a silence there is a second look: what came while this process did not run
+itself is read until then."""
+OWN_STALL_SECONDS = 0.25
+"""A look that is later than this says that this process did not run."""
+MAX_UNANSWERED_COMMANDS = 16
+"""Callers come one by one; what is above that are commands whose callers have left."""
 RANK_COMMAND = (sys.executable, "-m", "stage_worker.rank_main")
 
 _REPLIES = {"open_store": "store_opened", "form_group": "group_formed", "load": "loaded"}
 """The event that answers each command."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A command without a reply yet."""
+
+    answered_by: str
+    reply: asyncio.Future[rank_pb2.RankEvent]
+    """Cancelled where the caller has left."""
+    on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None
 
 
 class RankProcess:
@@ -59,13 +77,13 @@ class RankProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._hello: asyncio.Future[rank_pb2.RankHello] = asyncio.Future()
-        self._calls = asyncio.Lock()
-        self._expected: str | None = None
-        self._reply: asyncio.Future[rank_pb2.RankEvent] | None = None
+        self._one_by_one = asyncio.Lock()
+        self._calls: deque[_Call] = deque()
         self._heard_at = 0.0
+        self._suspected = False
         self._silence: asyncio.TimerHandle | None = None
-        self._on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None = None
         self._stopping = False
+        self._over = asyncio.Event()
         self.state = stage_worker_pb2.COMPONENT_STATE_STARTING
         self.epoch = 0
         self.last_step_id = 0
@@ -91,25 +109,40 @@ class RankProcess:
     async def run(self) -> None:
         """Starts the process and reads its events until it ends. One task per rank."""
         ours, theirs = socket.socketpair()
-        arguments = replace(self._arguments, fd=theirs.fileno(), parent_pid=os.getpid())
         try:
             with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    *arguments.to_argv(),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    # Torch's C++ side warns about host names that nobody needs here.
-                    env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
-                )
-            reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
-            await self._read(reader)
-            await self._ended()
+                reader = await self._start(ours, theirs)
+            if reader is not None and not self._stopping:
+                await self._read(reader)
+                await self._ended()
         finally:
             if self._silence is not None:
                 self._silence.cancel()
-            ours.close()
+            if self._writer is None:  # else the socket is the writer's to close
+                ours.close()
             await self._kill()
+            self._give_up(self._error("RANK_FAILED", "has left").message)
+            self._over.set()
+
+    async def _start(
+        self, ours: socket.socket, theirs: socket.socket
+    ) -> asyncio.StreamReader | None:
+        """Starts the process and returns its events; None where it could not be started."""
+        arguments = replace(self._arguments, fd=theirs.fileno(), parent_pid=os.getpid())
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments.to_argv(),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Torch's C++ side warns about host names that nobody needs here.
+                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+            )
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
+        except OSError as error:
+            self._fail(self._error("RANK_FAILED", f"could not be started ({error})"))
+            return None
+        return reader
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (event := await self._next_event(reader)) is not None:
@@ -119,17 +152,25 @@ class RankProcess:
                 self.last_step_id = event.result.step_id
                 self._on_result(self.tp_rank, event.result)
             elif kind == "load_progress":
-                if self._on_progress is not None:
-                    self._on_progress(event.load_progress)
+                if self._calls and (report := self._calls[0].on_progress) is not None:
+                    report(event.load_progress)
             elif kind == "hello" and not self._hello.done():
                 self._hello.set_result(event.hello)
                 # From the first event on there is a heartbeat.
                 self._look_again(FROZEN_AFTER_SECONDS)
             elif kind == "error":
                 self._fail(event.error)
-            elif kind == self._expected and self._reply is not None and not self._reply.done():
-                # A reply that nobody waits for any more is let go.
-                self._reply.set_result(event)
+            elif self._calls and kind == self._calls[0].answered_by:
+                self._answered(event)
+
+    def _answered(self, event: rank_pb2.RankEvent) -> None:
+        call = self._calls.popleft()
+        loads_on = any(other.answered_by == "loaded" for other in self._calls)
+        loading = self.state == stage_worker_pb2.COMPONENT_STATE_LOADING
+        if call.answered_by == "loaded" and loading and not loads_on:
+            self.state = stage_worker_pb2.COMPONENT_STATE_READY
+        if not call.reply.done():  # else nobody waits for it any more
+            call.reply.set_result(event)
 
     async def _next_event(self, reader: asyncio.StreamReader) -> rank_pb2.RankEvent | None:
         try:
@@ -145,14 +186,16 @@ class RankProcess:
     def _look(self, due: float) -> None:
         """Notices a rank that is there and does not run: stopped, or its interpreter lock held.
 
-        When this look itself is late, it was this process that did not run, and the
-        rank's heartbeats are yet to be read.
+        It may also be this process that did not run, and the rank's heartbeats are yet
+        to be read: so it takes a second look, and one that is not late itself.
         """
         now = time.monotonic()
-        if now - due > OWN_STALL_SECONDS:
-            self._look_again(FROZEN_AFTER_SECONDS)
-        elif now - self._heard_at < FROZEN_AFTER_SECONDS:
+        if now - self._heard_at < FROZEN_AFTER_SECONDS:
+            self._suspected = False
             self._look_again(self._heard_at + FROZEN_AFTER_SECONDS - now)
+        elif not self._suspected or now - due > OWN_STALL_SECONDS:
+            self._suspected = True
+            self._look_again(CONFIRM_SECONDS)
         else:
             how = f"has been silent for {now - self._heard_at:.0f} s"
             self._fail(self._error("RANK_FROZEN", how))
@@ -187,12 +230,17 @@ class RankProcess:
 
     def _fail(self, error: step_pb2.StageError) -> None:
         self.state = stage_worker_pb2.COMPONENT_STATE_FAILED
-        failure = StageFailed(error.message)
-        for waiting in (self._hello, self._reply):
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(failure)
-                waiting.exception()  # read here too: nobody may be waiting for it
+        self._give_up(error.message)
         self._on_failure(error)
+
+    def _give_up(self, message: str) -> None:
+        """Nobody waits for this rank any longer."""
+        waited_for: list[asyncio.Future[Any]] = [self._hello, *(c.reply for c in self._calls)]
+        self._calls.clear()
+        for waiting in waited_for:
+            if not waiting.done():
+                waiting.set_exception(StageFailed(message))
+                waiting.exception()  # read here too: nobody may be waiting for it
 
     async def started(self) -> rank_pb2.RankHello:
         """Waits until the process has its device. Raises `StageFailed`."""
@@ -223,36 +271,36 @@ class RankProcess:
         on_progress: Callable[[stage_worker_pb2.LoadProgress], None],
     ) -> stage_worker_pb2.RankReport:
         """Brings the rank to a plan. Raises `StageFailed`."""
-        self._on_progress = on_progress
-        try:
-            event = await self._call(rank_pb2.RankCommand(load=plan), LOAD_TIMEOUT_SECONDS)
-        finally:
-            self._on_progress = None
-        self.state = stage_worker_pb2.COMPONENT_STATE_READY
-        return event.loaded
+        command = rank_pb2.RankCommand(load=plan)
+        return (await self._call(command, LOAD_TIMEOUT_SECONDS, on_progress)).loaded
 
     async def _call(
-        self, command: rank_pb2.RankCommand, timeout_seconds: float
+        self,
+        command: rank_pb2.RankCommand,
+        timeout_seconds: float,
+        on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None = None,
     ) -> rank_pb2.RankEvent:
         """One command and its reply; commands of several callers follow each other."""
         kind = command.WhichOneof("command") or ""
-        async with self._calls:
+        async with self._one_by_one:
             await self.started()
             if self.state == stage_worker_pb2.COMPONENT_STATE_FAILED or self._stopping:
                 raise StageFailed(self._error("RANK_FAILED", "has failed or left already").message)
+            if len(self._calls) >= MAX_UNANSWERED_COMMANDS:
+                how = f"has {len(self._calls)} commands to answer before another"
+                raise StageFailed(self._error("RANK_FAILED", how).message)
             if kind == "load":
                 self.state = stage_worker_pb2.COMPONENT_STATE_LOADING
-            self._expected, self._reply = _REPLIES[kind], asyncio.Future()
+            call = _Call(_REPLIES[kind], asyncio.Future(), on_progress)
+            self._calls.append(call)
             self.send(ipc.encode(command))
             try:
-                return await asyncio.wait_for(self._reply, timeout_seconds)
+                return await asyncio.wait_for(call.reply, timeout_seconds)
             except TimeoutError:
                 how = f"did not answer {kind} in {timeout_seconds:.0f} s"
                 error = self._error("RANK_FAILED", how)
                 self._fail(error)
                 raise StageFailed(error.message) from None
-            finally:
-                self._expected = None
 
     def send(self, frame: bytes) -> None:
         """Queues one frame for the rank; what waits there is bounded by the steps in flight."""
@@ -264,10 +312,11 @@ class RankProcess:
         self._stopping = True
         if self.state != stage_worker_pb2.COMPONENT_STATE_FAILED:
             self.state = stage_worker_pb2.COMPONENT_STATE_DRAINING
-        self.send(ipc.encode(rank_pb2.RankCommand(stop=rank_pb2.RankStop())))
-        if self._process is not None:
+        if self._is_up():  # before that nothing is queued
+            self.send(ipc.encode(rank_pb2.RankCommand(stop=rank_pb2.RankStop())))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), timeout_seconds)
+                # Until its last events are read, which is later than its exit.
+                await asyncio.wait_for(self._over.wait(), timeout_seconds)
         await self._kill()
 
     async def _kill(self) -> None:

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from services.errors import ConfigError, PipelineUnavailable
+from services.errors import ConfigError, InvalidRequest, PipelineUnavailable
 from stage_worker import ipc
+from stage_worker.answers import Answers
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
 from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
 
@@ -29,9 +30,19 @@ _SEVERITY = (
 )
 """From best to worst: a worker is in the state of its worst rank."""
 
-MAX_PENDING_ANSWERS = 1024
-"""Steps in flight are far fewer; beyond this the gateway does not read, and the stream ends."""
 MAX_DRAIN_SECONDS = 60.0
+SERVICE_NAME = stage_worker_pb2.DESCRIPTOR.services_by_name["StageWorkerService"].full_name
+
+
+def add_to_server(worker: StageWorker, server: grpc.aio.Server) -> None:
+    """Registers the service. Unlike the generated function it leaves the requests of
+    `Execute` as bytes: they are a rank's to parse."""
+    stage_worker_pb2_grpc.add_StageWorkerServiceServicer_to_server(worker, server)
+    execute = grpc.stream_stream_rpc_method_handler(
+        worker.Execute, response_serializer=stage_worker_pb2.ExecuteResponse.SerializeToString
+    )
+    # What is registered last takes the place of what was there.
+    server.add_registered_method_handlers(SERVICE_NAME, {"Execute": execute})
 
 
 class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
@@ -42,7 +53,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self.leave = asyncio.Event()
         """Set when the worker has to go; the owner of the service waits for it."""
         self.drain_seconds = 0.0
-        self._answers: asyncio.Queue[stage_worker_pb2.ExecuteResponse | None] | None = None
+        self._answers: Answers | None = None
         self._error: step_pb2.StageError | None = None
         self._epoch = 0
 
@@ -59,19 +70,25 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self._answer(stage_worker_pb2.ExecuteResponse(error=error))
 
     def _answer(self, response: stage_worker_pb2.ExecuteResponse) -> None:
-        answers = self._answers
-        if answers is None:
+        if self._answers is None:
             return
-        if answers.full():
-            # The gateway does not read. What it has missed cannot be made good: the stream ends.
-            while not answers.empty():
-                answers.get_nowait()
-            message = f"{MAX_PENDING_ANSWERS} answers wait and the gateway does not read them"
-            error = step_pb2.StageError(reason="STEP_FAILED", message=message, epoch=self._epoch)
-            response = stage_worker_pb2.ExecuteResponse(error=error)
-        answers.put_nowait(response)
+        if not self._answers.is_full:
+            self._answers.put(response)
+            return
+        # What the gateway has missed cannot be made good.
+        message = "the gateway does not read the answers to its steps"
+        error = step_pb2.StageError(reason="STEP_FAILED", message=message, epoch=self._epoch)
+        self._end_stream(instead=stage_worker_pb2.ExecuteResponse(error=error))
+
+    def _end_stream(self, instead: stage_worker_pb2.ExecuteResponse | None = None) -> None:
+        """Ends the step stream, if there is one, after what waits in it; another may come."""
+        if self._answers is not None:
+            self._answers.close(instead)
+            self._answers = None
 
     def _ranks_or_refuse(self) -> list[RankProcess]:
+        if self.leave.is_set():
+            raise PipelineUnavailable("this stage worker is leaving the mesh")
         if not self.ranks:
             raise PipelineUnavailable("this stage worker has not been given a place yet; try again")
         return self.ranks
@@ -93,8 +110,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         """Forms the groups of an epoch on every rank."""
         if request.epoch <= self._epoch:
             raise ConfigError(f"epoch {request.epoch} is not above the present one, {self._epoch}")
-        if self._answers is not None:
-            self._answers.put_nowait(None)
+        self._end_stream()
         async with asyncio.TaskGroup() as tasks:
             for rank in self._ranks_or_refuse():
                 tasks.create_task(rank.form_group(request))
@@ -131,14 +147,14 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     async def Execute(
         self,
-        request_iterator: AsyncIterator[stage_worker_pb2.ExecuteRequest],
+        request_iterator: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext,
     ) -> None:
-        """Runs steps in order, over one stream for each epoch."""
+        """Runs steps in order, over one stream for each epoch.
+
+        Requests are serialized (see `add_to_server`).
+        """
         ranks = self._ranks_or_refuse()
-        answers: asyncio.Queue[stage_worker_pb2.ExecuteResponse | None] = asyncio.Queue(
-            MAX_PENDING_ANSWERS
-        )
         if self._answers is not None:
             raise ConfigError(
                 f"the steps of epoch {self._epoch} come over another stream already; a new epoch "
@@ -147,12 +163,12 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         if self._error is not None:
             await context.write(stage_worker_pb2.ExecuteResponse(error=self._error))
             return
-        self._answers = answers
+        answers = self._answers = Answers()
         try:
             async with asyncio.TaskGroup() as tasks:
                 forward = tasks.create_task(self._forward(request_iterator, ranks))
-                forward.add_done_callback(lambda _: answers.put_nowait(None))
-                while (response := await answers.get()) is not None:
+                forward.add_done_callback(lambda _: answers.close())
+                async for response in answers:
                     await context.write(response)
                     if response.WhichOneof("event") == "error":
                         break
@@ -161,13 +177,12 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             if self._answers is answers:
                 self._answers = None
 
-    async def _forward(
-        self,
-        steps: AsyncIterator[stage_worker_pb2.ExecuteRequest],
-        ranks: list[RankProcess],
-    ) -> None:
-        async for request in steps:
-            frame = ipc.step_frame(request)
+    async def _forward(self, requests: AsyncIterator[bytes], ranks: list[RankProcess]) -> None:
+        async for request in requests:
+            try:
+                frame = ipc.step_frame(_serialized(request))
+            except ipc.FrameError as error:
+                raise InvalidRequest(f"Execute: {error}", param="step") from None
             for rank in ranks:
                 rank.send(frame)
 
@@ -197,7 +212,8 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.DrainResponse:
         """Lets the ranks finish what is queued, then leaves."""
-        self.drain_seconds = min(request.timeout_seconds, MAX_DRAIN_SECONDS)
+        # In this order NaN is 0 too.
+        self.drain_seconds = max(0.0, min(request.timeout_seconds, MAX_DRAIN_SECONDS))
         self.leave.set()
         return stage_worker_pb2.DrainResponse()
 
@@ -206,3 +222,9 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         async with asyncio.TaskGroup() as tasks:
             for rank in self.ranks:
                 tasks.create_task(rank.stop(max(self.drain_seconds, STOP_TIMEOUT_SECONDS)))
+        self._end_stream()
+
+
+def _serialized(request: bytes | stage_worker_pb2.ExecuteRequest) -> bytes:
+    """Parsed is what the generated registration makes of it."""
+    return request if isinstance(request, bytes) else request.SerializeToString()

@@ -1,0 +1,418 @@
+"""The stage worker's real gRPC service over a rank process that is made to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.errors import StageFailed
+from services.rpc import RpcServer, create_channel, error_from_rpc
+from stage_worker import answers, rank_process, service
+from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_process import RANK_COMMAND, RankProcess
+from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
+from stagemesh.v1 import rank_pb2, stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
+from tests.service.fake_rank import FLOOD_RESULTS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 10.0
+REAL_RANK_SECONDS = 60.0
+"""It imports torch, next to other work on the machine."""
+ARGUMENTS = RankArguments(
+    fd=-1,
+    parent_pid=0,
+    host="127.0.0.1",
+    device="cpu",
+    device_index=0,
+    num_threads=1,
+    pp_rank=1,
+    tp_rank=0,
+    step_timeout_seconds=5.0,
+)
+
+Execute = grpc.aio.StreamStreamCall
+
+
+class Stage:
+    """A worker with one rank, and calls to it as the gateway makes them."""
+
+    def __init__(self, worker: StageWorker, rank: RankProcess, channel: grpc.aio.Channel) -> None:
+        self.worker, self.rank = worker, rank
+        self.stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
+        self._execute = channel.stream_stream(
+            f"/{SERVICE_NAME}/Execute",
+            request_serializer=None,
+            response_deserializer=stage_worker_pb2.ExecuteResponse.FromString,
+        )
+
+    async def load(
+        self, num_blocks: int = 1, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> tuple[list[int], list[int]]:
+        """Progress, and the numbers of blocks in the reports."""
+        plan = stage_worker_pb2.StagePlan(num_blocks=num_blocks)
+        progress, blocks = [], []
+        call = self.stub.Load(stage_worker_pb2.LoadRequest(plan=plan), timeout=timeout_seconds)
+        async for response in call:
+            if response.HasField("progress"):
+                progress.append(response.progress.loaded_bytes)
+            else:
+                blocks.append(response.report.num_blocks)
+        return progress, blocks
+
+    async def form_group(self, epoch: int) -> None:
+        request = stage_worker_pb2.FormGroupRequest(epoch=epoch, timeout_seconds=5)
+        await self.stub.FormGroup(request, timeout=TIMEOUT_SECONDS)
+
+    async def status(self) -> stage_worker_pb2.StatusResponse:
+        response: stage_worker_pb2.StatusResponse = await self.stub.Status(
+            stage_worker_pb2.StatusRequest(), timeout=TIMEOUT_SECONDS
+        )
+        return response
+
+    async def execute(self, *requests: bytes) -> Execute:
+        """An open stream with some requests written."""
+        call: Execute = self._execute(timeout=REAL_RANK_SECONDS)
+        for request in requests:
+            await call.write(request)
+        return call
+
+    async def pid(self) -> int:
+        return (await self.rank.started()).pid
+
+
+def step(step_id: int) -> bytes:
+    request = stage_worker_pb2.ExecuteRequest(step=step_pb2.Step(step_id=step_id))
+    return request.SerializeToString()
+
+
+@asynccontextmanager
+async def stage(mode: str = "", command: tuple[str, ...] | None = None) -> AsyncIterator[Stage]:
+    worker = StageWorker()
+    server = RpcServer([SERVICE_NAME])
+    add_to_server(worker, server.grpc_server)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    command = command or (sys.executable, "-m", "tests.service.fake_rank", mode)
+    rank = RankProcess(ARGUMENTS, worker.on_result, worker.on_failure, command)
+    worker.ranks.append(rank)
+    async with create_channel(f"127.0.0.1:{port}") as channel, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(rank.run())
+        try:
+            yield Stage(worker, rank, channel)
+        finally:
+            await worker.stop_ranks()
+            await asyncio.wait_for(running, TIMEOUT_SECONDS)
+            await server.stop(grace_seconds=0)
+
+
+@pytest.fixture(autouse=True)
+def ranks_import_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not condition():  # noqa: ASYNC110 - what is waited for is another process
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def refused(call: Execute) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return caught.value
+
+
+async def results(call: Execute, count: int) -> list[int]:
+    read = [await call.read() for _ in range(count)]
+    return [response.result.step_id for response in read]
+
+
+async def test_a_rank_is_loaded_and_runs_steps() -> None:
+    async with stage() as running:
+        assert await running.load(3) == ([3], [3])
+        await running.form_group(1)
+        call = await running.execute(step(1), step(2))
+        assert await results(call, 2) == [1, 2]
+        status = await running.status()
+        assert status.state == stage_worker_pb2.COMPONENT_STATE_READY
+        assert (status.epoch, status.last_step_id) == (1, 2)
+        assert status.ranks[0].pid == await running.pid()
+        assert status.ranks[0].device == "fake:0"
+        call.cancel()
+
+
+async def test_a_load_on_a_dead_rank_fails_at_once() -> None:
+    """M6: it used to wait for half an hour."""
+    async with stage("load-exit") as running:
+        with pytest.raises(grpc.aio.AioRpcError, match="exited with 7"):
+            await running.load()
+        started = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await running.load()
+        assert time.monotonic() - started < 1.0
+        assert isinstance(error_from_rpc(caught.value), StageFailed)
+        status = await running.status()
+        assert status.state == stage_worker_pb2.COMPONENT_STATE_FAILED
+        assert status.error.reason == "RANK_DIED"
+
+
+async def test_a_late_reply_is_not_taken_for_the_next_one() -> None:
+    """S5: the first load is given up and answered while the second one waits."""
+    async with stage("load-slow") as running:
+        await running.pid()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await running.load(1, timeout_seconds=0.1)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await running.load(2) == ([2], [2])
+        assert (await running.status()).state == stage_worker_pb2.COMPONENT_STATE_READY
+
+
+async def test_loads_at_the_same_time_get_their_own_reports() -> None:
+    async with stage("load-slow") as running:
+        reports = await asyncio.gather(*(running.load(blocks) for blocks in (1, 2, 3)))
+        assert [blocks for _, blocks in reports] == [[1], [2], [3]]
+
+
+async def test_a_rank_does_not_collect_commands_that_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_process, "MAX_UNANSWERED_COMMANDS", 2)
+    async with stage("load-slow") as running:
+        await running.pid()
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await running.load(timeout_seconds=0.05)
+        with pytest.raises(grpc.aio.AioRpcError, match="2 commands to answer"):
+            await running.load()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_gateway_that_does_not_read_loses_its_stream_and_nothing_else(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S6: one answer too many used to end the worker."""
+    monkeypatch.setattr(answers, "MAX_PENDING_ANSWERS", 16)
+    async with stage("step-flood") as running:
+        call = await running.execute(step(1))
+        await until(lambda: running.worker._answers is not None, "the stream")
+        await until(lambda: running.worker._answers is None, "the end of the stream")
+        if reads:
+            answered = [response async for response in call]
+            assert len(answered) < FLOOD_RESULTS
+            assert "does not read" in answered[-1].error.message
+        status = await running.status()
+        assert not status.HasField("error")
+        other = await running.execute(step(2))
+        while (await other.read()).result.step_id == 1:
+            pass  # The rest of the flood.
+        other.cancel()
+        call.cancel()
+
+
+async def test_one_stream_at_a_time_until_the_next_epoch() -> None:
+    async with stage() as running:
+        await running.form_group(1)
+        first = await running.execute(step(1))
+        assert await results(first, 1) == [1]
+        error = await refused(await running.execute())
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "another stream" in str(error.details())
+        await running.form_group(2)
+        second = await running.execute(step(1), step(2))
+        assert await results(second, 2) == [1, 2]
+        assert await first.read() is grpc.aio.EOF
+        second.cancel()
+
+
+async def test_a_stream_that_its_client_leaves_makes_room_for_another() -> None:
+    async with stage() as running:
+        first = await running.execute(step(1))
+        assert await results(first, 1) == [1]
+        first.cancel()
+        await until(lambda: running.worker._answers is None, "the end of the stream")
+        second = await running.execute(step(2))
+        assert await results(second, 1) == [2]
+        second.cancel()
+
+
+async def drain(running: Stage, timeout_seconds: float) -> float:
+    """Drains as the worker's owner does, and returns how long the ranks took to stop."""
+    request = stage_worker_pb2.DrainRequest(timeout_seconds=timeout_seconds)
+    await running.stub.Drain(request, timeout=TIMEOUT_SECONDS)
+    await asyncio.wait_for(running.worker.leave.wait(), TIMEOUT_SECONDS)
+    started = time.monotonic()
+    await running.worker.stop_ranks()
+    return time.monotonic() - started
+
+
+async def test_drain_lets_queued_steps_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S4: the time is the request's, not the 2 s of a stop."""
+    monkeypatch.setattr(service, "STOP_TIMEOUT_SECONDS", 0.1)
+    async with stage("step-slow") as running:
+        pid = await running.pid()
+        call = await running.execute(*map(step, (1, 2, 3)))
+        await until(lambda: running.worker._answers is not None, "the stream")
+        async with asyncio.TaskGroup() as tasks:
+            drained = tasks.create_task(drain(running, 8.0))
+            await asyncio.wait_for(running.worker.leave.wait(), TIMEOUT_SECONDS)
+            await asyncio.sleep(0)
+            assert (await running.status()).state == stage_worker_pb2.COMPONENT_STATE_DRAINING
+            with pytest.raises(grpc.aio.AioRpcError, match="is leaving") as caught:
+                await running.load()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert await results(call, 3) == [1, 2, 3]
+            assert await call.read() is grpc.aio.EOF
+        assert drained.result() < 5.0
+        assert has_ended(pid)
+        assert not (await running.status()).HasField("error")
+
+
+@pytest.mark.parametrize("timeout_seconds", [0.0, -1.0, float("nan")])
+async def test_drain_does_not_wait_longer_than_it_may(
+    timeout_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STOP_TIMEOUT_SECONDS", 0.1)
+    async with stage("step-hang") as running:
+        pid = await running.pid()
+        call = await running.execute(step(1))
+        assert await drain(running, timeout_seconds) < 2.0
+        assert has_ended(pid)
+        call.cancel()
+
+
+async def test_a_load_ends_with_the_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "STOP_TIMEOUT_SECONDS", 0.05)
+    async with stage("load-slow") as running:
+        await running.pid()
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(refused_load(running))
+            await until(
+                lambda: running.rank.state == stage_worker_pb2.COMPONENT_STATE_LOADING, "the load"
+            )
+            await running.worker.stop_ranks()
+        assert "has left" in loading.result()
+
+
+async def refused_load(running: Stage) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running.load()
+    return str(caught.value.details())
+
+
+def quick_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "FROZEN_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(rank_process, "CONFIRM_SECONDS", 0.2)
+
+
+async def test_a_frozen_rank_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_silence(monkeypatch)
+    async with stage() as running:
+        pid = await running.pid()
+        call = await running.execute(step(1))
+        assert await results(call, 1) == [1]
+        os.kill(pid, signal.SIGSTOP)
+        error = (await asyncio.wait_for(call.read(), TIMEOUT_SECONDS)).error
+        assert error.reason == "RANK_FROZEN"
+        assert f"{pid} (stage 1, TP rank 0) has been silent for" in error.message
+        assert await call.read() is grpc.aio.EOF
+        await until(lambda: has_ended(pid), "the end of the rank")
+        assert (await running.status()).error == error
+
+
+@pytest.mark.parametrize("stall_seconds", [0.6, 1.1])
+async def test_a_stall_of_the_worker_is_not_the_ranks(
+    stall_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M5b: heartbeats that the worker has not read yet are no silence."""
+    quick_silence(monkeypatch)
+    async with stage() as running:
+        await running.pid()
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            time.sleep(stall_seconds)  # noqa: ASYNC251 - the stall itself
+        await asyncio.sleep(0.8)
+        assert not (await running.status()).HasField("error")
+        assert await running.load(2) == ([2], [2])
+
+
+async def test_a_rank_that_dies_gives_its_signal_as_the_reason() -> None:
+    async with stage() as running:
+        pid = await running.pid()
+        call = await running.execute(step(1))
+        assert await results(call, 1) == [1]
+        os.kill(pid, signal.SIGKILL)
+        error = (await asyncio.wait_for(call.read(), TIMEOUT_SECONDS)).error
+        assert error.reason == "RANK_DIED"
+        assert f"rank process {pid}" in error.message
+        assert "was ended by SIGKILL" in error.message
+        assert (error.pp_rank, error.tp_rank) == (1, 0)
+        late = await running.execute()
+        assert (await late.read()).error == error
+
+
+async def test_what_is_no_event_is_the_ranks_failure() -> None:
+    async with stage("load-garbage") as running:
+        with pytest.raises(grpc.aio.AioRpcError, match="sent what is no event"):
+            await running.load()
+        assert (await running.status()).error.reason == "RANK_FAILED"
+
+
+async def test_a_rank_that_cannot_be_started_fails_and_leaves_no_socket() -> None:
+    """S8"""
+    async with stage(command=("/nonexistent/rank",)) as running:
+        with pytest.raises(grpc.aio.AioRpcError, match="could not be started"):
+            await running.load()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            worker = running.worker
+            rank = RankProcess(ARGUMENTS, worker.on_result, worker.on_failure, ("/nonexistent",))
+            await rank.run()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+STOP = rank_pb2.RankCommand(stop=rank_pb2.RankStop()).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"", STOP, step(1) + STOP, b"\xff\xff\xff"],
+    ids=["nothing", "a stop", "a step and a stop", "noise"],
+)
+async def test_what_is_not_one_step_never_reaches_a_rank(request_bytes: bytes) -> None:
+    async with stage() as running:
+        error = await refused(await running.execute(request_bytes))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "is not one step" in str(error.details())
+        call = await running.execute(step(1))
+        assert await results(call, 1) == [1]
+        call.cancel()
+
+
+async def test_a_step_that_is_damaged_inside_is_refused_by_the_rank() -> None:
+    """The worker passes bytes on; the real rank says what is wrong and stays."""
+    async with stage(command=RANK_COMMAND) as running:
+        pid = await running.pid()
+        call = await running.execute(b"\x0a\x02\xff\xff")
+        error = (await asyncio.wait_for(call.read(), REAL_RANK_SECONDS)).error
+        assert error.reason == "STAGE_FAILED"
+        assert "a command of 4 bytes cannot be read" in error.message
+        assert not has_ended(pid)

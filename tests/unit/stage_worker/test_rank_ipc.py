@@ -1,0 +1,56 @@
+"""Frames between worker and rank, and which bytes may pass as a step."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from stage_worker import ipc
+from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
+
+
+def request_of(num_tokens: int) -> bytes:
+    row = step_pb2.StepRow(token_ids=[7] * num_tokens)
+    step = step_pb2.Step(epoch=1, step_id=2, rows=[row])
+    return stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 100, 20_000, 3_000_000])
+def test_the_bytes_of_a_request_are_those_of_the_command(num_tokens: int) -> None:
+    request = request_of(num_tokens)
+    frame = ipc.step_frame(request)
+    command = rank_pb2.RankCommand.FromString(frame[4:])
+    assert int.from_bytes(frame[:4], "big") == len(frame) - 4
+    assert command.step == stage_worker_pb2.ExecuteRequest.FromString(request).step
+    assert frame == ipc.encode(command)
+
+
+STOP = rank_pb2.RankCommand(stop=rank_pb2.RankStop()).SerializeToString()
+NO_STEPS = {
+    "nothing": b"",
+    "a tag": b"\x0a",
+    "another command": STOP,
+    "another command behind the step": request_of(1) + STOP,
+    "another command before the step": STOP + request_of(1),
+    "two steps": request_of(1) * 2,
+    "cut short": request_of(100)[:-1],
+    "a length without end": b"\x0a" + b"\x80" * 20,
+    "a length above the request's": b"\x0a\xff\xff\xff\xff\x7f",
+}
+
+
+@pytest.mark.parametrize("request_bytes", NO_STEPS.values(), ids=NO_STEPS)
+def test_no_other_command_passes_as_a_step(request_bytes: bytes) -> None:
+    with pytest.raises(ipc.FrameError, match="is not one step"):
+        ipc.step_frame(request_bytes)
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall((ipc.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+        with pytest.raises(ipc.FrameError, match="over the limit"):
+            ipc.read_frame(ours)
+        theirs.close()
+        assert ipc.read_frame(ours) is None

@@ -1,0 +1,229 @@
+"""A rank's reader and what it answers to a plan, in this process, over a real socket pair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from services.errors import StageFailed
+from services.topology.checkpoint import inspect_checkpoint
+from services.topology.facts import MeshShape
+from services.topology.families import read_model_facts
+from services.topology.fingerprint import build_fingerprint
+from services.topology.wire import shape_from_proto
+from stage_worker import ipc
+from stage_worker.data_plane import NOTHING, DataPlane, PendingReceive
+from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_loop import RankLoop
+from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2, topology_pb2
+from tests.stage_chain import make_runner, stage_plan
+from tests.tiny_models import make_tiny_llama
+
+ARGUMENTS = RankArguments(
+    fd=-1,
+    parent_pid=0,
+    host="127.0.0.1",
+    device="cpu",
+    device_index=0,
+    num_threads=1,
+    pp_rank=0,
+    tp_rank=0,
+    step_timeout_seconds=7.5,
+)
+DEADLINE_SECONDS = 20.0
+
+
+class Worker:
+    """The worker's end of the socket, and the loop behind the other one."""
+
+    def __init__(self, sock: socket.socket, loop: RankLoop) -> None:
+        self.sock, self.loop = sock, loop
+
+    def send(self, command: rank_pb2.RankCommand) -> None:
+        self.sock.sendall(ipc.encode(command))
+
+    def event(self) -> rank_pb2.RankEvent:
+        data = ipc.read_frame(self.sock)
+        assert data is not None
+        return rank_pb2.RankEvent.FromString(data)
+
+
+@contextmanager
+def rank_loop() -> Iterator[Worker]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(DEADLINE_SECONDS)
+    with ours, theirs:
+        yield Worker(ours, RankLoop(ARGUMENTS, theirs))
+
+
+@contextmanager
+def reading(worker: Worker) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=worker.loop.read_commands)
+    thread.start()
+    yield thread
+    worker.sock.close()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_step_that_cannot_be_read_is_refused_and_the_reader_goes_on() -> None:
+    with rank_loop() as worker, reading(worker):
+        for body in (b"\x0a\x02\xff\xff", b"\xff"):
+            worker.sock.sendall(struct.pack(">I", len(body)) + body)
+            error = worker.event().error
+            assert error.reason == "STAGE_FAILED"
+            assert f"of {len(body)} bytes cannot be read" in error.message
+
+
+def test_what_ends_the_reader_is_told_to_the_worker() -> None:
+    """M9: a deaf rank whose heart beats would look healthy."""
+    with rank_loop() as worker, reading(worker) as thread:
+        worker.sock.sendall(struct.pack(">I", ipc.MAX_FRAME_BYTES + 1))
+        error = worker.event().error
+        assert "FrameError" in error.message
+        thread.join(DEADLINE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_a_reset_ends_the_reader_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(sock: socket.socket) -> bytes:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(ipc, "read_frame", reset)
+    with rank_loop() as worker:
+        worker.loop.read_commands()
+        worker.sock.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            worker.sock.recv(1)
+
+
+def test_waits_for_the_tensor_parallel_group_have_the_steps_time_out() -> None:
+    with rank_loop() as worker:
+        assert worker.loop._tensor_parallel.timeout_seconds == ARGUMENTS.step_timeout_seconds
+
+
+class FakeRunner:
+    max_num_batched_tokens = 8
+    boundary_in = topology_pb2.BoundarySchema()
+
+
+def step_of(num_tokens: int) -> rank_pb2.RankCommand:
+    row = step_pb2.StepRow(token_ids=[1] * num_tokens)
+    return rank_pb2.RankCommand(step=step_pb2.Step(step_id=1, rows=[row]))
+
+
+def test_nothing_is_received_for_a_step_above_the_plans_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    posted = []
+
+    def post(schema: topology_pb2.BoundarySchema, num_tokens: int) -> PendingReceive:
+        posted.append(num_tokens)
+        return NOTHING
+
+    with rank_loop() as worker:
+        monkeypatch.setattr(worker.loop, "_runner", FakeRunner())
+        monkeypatch.setattr(worker.loop._plane, "post_receive", post)
+        for num_tokens in (8, 9):
+            worker.loop._post(step_of(num_tokens).step)
+    assert posted == [8]
+
+
+def test_a_receive_without_memory_is_the_ranks_own_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not `PEER_LOST`: that is an echo, and its cause would be looked for elsewhere."""
+
+    def empty(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with rank_loop() as worker, reading(worker):
+        monkeypatch.setattr(worker.loop, "_runner", FakeRunner())
+        monkeypatch.setattr(worker.loop._plane, "_previous", 0)
+        monkeypatch.setattr(
+            FakeRunner,
+            "boundary_in",
+            topology_pb2.BoundarySchema(
+                tensors=[topology_pb2.BoundaryTensor(trailing_shape=[4], dtype="float32")]
+            ),
+        )
+        worker.send(step_of(3))
+        error = worker.event().error
+        assert error.reason == StageFailed.reason
+        assert "no memory to receive 3 tokens: no room" in error.message
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> stage_worker_pb2.StagePlan:
+    path: Path = make_tiny_llama(tmp_path_factory.mktemp("rank-loop") / "tiny", tied=True)
+    facts = inspect_checkpoint(path)
+    plan = stage_plan(path, [read_model_facts(path).num_hidden_layers], 0)
+    shape = shape_from_proto(plan.topology)
+    plan.fingerprint.CopyFrom(
+        build_fingerprint(facts, shape, dtype=plan.dtype, block_size=plan.block_size)
+    )
+    return plan
+
+
+def load(worker: Worker, plan: stage_worker_pb2.StagePlan) -> rank_pb2.RankEvent:
+    """The first event that is no progress."""
+    worker.send(rank_pb2.RankCommand(load=plan))
+    worker.send(rank_pb2.RankCommand(stop=rank_pb2.RankStop()))
+    worker.loop.run()
+    while (event := worker.event()).WhichOneof("event") == "load_progress":
+        pass
+    return event
+
+
+def test_a_plan_is_acknowledged_with_its_digest(plan: stage_worker_pb2.StagePlan) -> None:
+    with rank_loop() as worker, reading(worker):
+        event = load(worker, plan)
+        assert event.loaded.fingerprint_digest == plan.fingerprint.digest != ""
+
+
+def test_a_plan_of_another_model_is_not_acknowledged(plan: stage_worker_pb2.StagePlan) -> None:
+    other = stage_worker_pb2.StagePlan()
+    other.CopyFrom(plan)
+    other.block_size *= 2  # which the fingerprint holds too
+    with rank_loop() as worker, reading(worker):
+        event = load(worker, other)
+        assert event.error.reason == "FINGERPRINT_MISMATCH"
+
+
+def test_only_who_compares_acknowledges(plan: stage_worker_pb2.StagePlan) -> None:
+    runner = make_runner(plan)
+    assert runner.apply_plan(plan, lambda done, total: None).fingerprint_digest == ""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_groups_form_at_the_store_that_is_named(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S10: whatever store this rank has opened before."""
+    used: list[dist.PrefixStore] = []
+
+    def init_process_group(backend: str, *, store: dist.PrefixStore, **_: object) -> None:
+        used.append(store)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    planes = [
+        DataPlane("gloo", "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS) for _ in range(2)
+    ]
+    addresses = [plane.open_store() for plane in planes]
+    address = addresses[0 if own else 1]
+    planes[0].form(1, address, MeshShape(1, 1, 1, (1,)), 0, 0, DEADLINE_SECONDS)
+    (store,) = used
+    assert store.underlying_store.port == int(address.rpartition(":")[2])
+
+
+def test_arguments_survive_the_command_line() -> None:
+    arguments = replace(ARGUMENTS, fd=5, device="cuda")
+    assert RankArguments.parse(arguments.to_argv()) == arguments
