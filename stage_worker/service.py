@@ -197,7 +197,10 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
     def status(self) -> stage_worker_pb2.StatusResponse:
         """The same for the heartbeat."""
         ranks = [rank.status() for rank in self.ranks]
-        worst = max((rank.state for rank in ranks), key=_SEVERITY.index, default=None)
+        states = [rank.state for rank in ranks]
+        if self.leave.is_set():  # Before the ranks know it.
+            states.append(stage_worker_pb2.COMPONENT_STATE_DRAINING)
+        worst = max(states, key=_SEVERITY.index, default=None)
         return stage_worker_pb2.StatusResponse(
             state=worst or stage_worker_pb2.COMPONENT_STATE_STARTING,
             epoch=self._epoch,

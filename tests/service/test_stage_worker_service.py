@@ -274,7 +274,6 @@ async def test_drain_lets_queued_steps_finish(monkeypatch: pytest.MonkeyPatch) -
         async with asyncio.TaskGroup() as tasks:
             drained = tasks.create_task(drain(running, 8.0))
             await asyncio.wait_for(running.worker.leave.wait(), TIMEOUT_SECONDS)
-            await asyncio.sleep(0)
             assert (await running.status()).state == stage_worker_pb2.COMPONENT_STATE_DRAINING
             with pytest.raises(grpc.aio.AioRpcError, match="is leaving") as caught:
                 await running.load()
