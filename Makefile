@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct
-SERVE_ARGS ?= -pp 2
+SERVE_ARGS ?= -pp 2 --cpu-devices 2
 PYTEST_ARGS ?=
 
 PROJECT_FILES := pyproject.toml setup.py stagemesh/pyproject.toml stagemesh/setup.py stagemesh/version.py

@@ -30,7 +30,7 @@ from gateway.rest.server import RestServer
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.membership import Membership
 from services.control.service import ControlService
-from services.errors import StagemeshError, failure_of
+from services.errors import ConfigError, StagemeshError, UsageError, failure_of
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
 from services.mesh_plan import MeshPlan, make_plan
@@ -71,13 +71,11 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     setup_logging(process="gateway")
     # The engine waits for events; its timers are deadlines of seconds.
     allow_late_timers(TIMER_SLACK_SECONDS)
-    warning = check_master_address(config.master_addr, insecure=config.insecure)
-    if warning is not None:
-        log.warning("%s", warning)
-    # Before the event loop, since a download may take long and Ctrl-C must end it.
-    model_path = resolve_model(config.model)
-    plan = make_plan(config, model_path, socket.gethostname(), own_devices=launch_workers)
-    assets = load_assets(config, model_path)
+    try:
+        plan, assets = _prepare(config, own_devices=launch_workers)
+    except ConfigError as error:
+        # What is wrong here stays wrong: its exit code tells a supervisor not to start again.
+        raise UsageError(error.message, param=error.param) from error
     failure: StagemeshError | None = None
     try:
         uvloop.run(_serve_until_stopped(config, plan, assets, launch_workers=launch_workers))
@@ -92,6 +90,17 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
         # Outside of the handler, which would wrap it in a group again.
         raise failure
     return 0
+
+
+def _prepare(config: ServeConfig, *, own_devices: bool) -> tuple[MeshPlan, ModelAssets]:
+    """All that can be refused before a port is bound or a process started. Outside of the
+    event loop: a download may take long, and Ctrl-C must end it. Raises `ConfigError`."""
+    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    if warning is not None:
+        log.warning("%s", warning)
+    model_path = resolve_model(config.model)
+    plan = make_plan(config, model_path, socket.gethostname(), own_devices=own_devices)
+    return plan, load_assets(config, model_path)
 
 
 class _StopRequest:

@@ -180,7 +180,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
     async def _forward(self, requests: AsyncIterator[bytes], ranks: list[RankProcess]) -> None:
         async for request in requests:
             try:
-                frame = ipc.step_frame(_serialized(request))
+                frame = ipc.step_frame(request)
             except ipc.FrameError as error:
                 raise InvalidRequest(f"Execute: {error}", param="step") from None
             for rank in ranks:
@@ -226,8 +226,3 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             for rank in self.ranks:
                 tasks.create_task(rank.stop(max(self.drain_seconds, STOP_TIMEOUT_SECONDS)))
         self._end_stream()
-
-
-def _serialized(request: bytes | stage_worker_pb2.ExecuteRequest) -> bytes:
-    """Parsed is what the generated registration makes of it."""
-    return request if isinstance(request, bytes) else request.SerializeToString()

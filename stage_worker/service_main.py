@@ -21,19 +21,19 @@ from services.control.client import ControlClient
 from services.errors import StagemeshError, failure_of
 from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
+from services.rpc.addresses import join_host_port
 from services.rpc.channel import create_channel
-from services.rpc.server import RpcServer, host_port
+from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV
 from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS, RankArguments
 from stage_worker.rank_process import RankProcess
-from stage_worker.service import StageWorker
-from stagemesh.v1 import control_pb2, stage_worker_pb2_grpc, topology_pb2
+from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
+from stagemesh.v1 import control_pb2, topology_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
 
-SERVICE_NAME = "stagemesh.v1.StageWorkerService"
 STOP_GRACE_SECONDS = 1.0
 
 
@@ -69,17 +69,17 @@ async def _serve(config: StageWorkerConfig) -> None:
     device, num_devices = resolve_device(config.device, config.cpu_devices)
     worker = StageWorker()
     server = RpcServer([SERVICE_NAME])
-    stage_worker_pb2_grpc.add_StageWorkerServiceServicer_to_server(worker, server.grpc_server)
+    add_to_server(worker, server.grpc_server)
     port = server.bind(config.host, config.port)
     await server.start()
-    head = host_port(config.master_addr, config.master_port)
-    log.info("listening on %s, asking the head at %s", host_port(config.host, port), head)
+    head = join_host_port(config.master_addr, config.master_port)
+    log.info("listening on %s, asking the head at %s", join_host_port(config.host, port), head)
     channel = create_channel(head)
     control = ControlClient(channel, head)
     request = control_pb2.JoinRequest(
         node=socket.gethostname(),
         node_rank=config.node_rank,
-        address=host_port(config.host, port),
+        address=join_host_port(config.host, port),
         pid=os.getpid(),
         fingerprint=_fingerprint(config),
         device=device,

@@ -195,7 +195,7 @@ SERVE_GROUPS = (
             Flag(
                 ("--tokenizer",),
                 values.text,
-                "another tokenizer: a directory or a Hub repository id",
+                "another tokenizer: a directory with tokenizer.json, or a Hub repository id",
                 metavar="NAME",
             ),
             Flag(

@@ -23,8 +23,6 @@ from services.rpc.settings import (
 OVERALL_HEALTH = ""
 """Health's name for the server as a whole."""
 
-host_port = join_host_port
-
 
 def check_address(host: str, port: int, flag: str) -> None:
     """Raises `ConfigError` for what is no address to listen on, whoever would bind it."""

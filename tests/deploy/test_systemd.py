@@ -64,7 +64,7 @@ def test_the_gateway_unit_and_its_settings_make_a_config() -> None:
         model="/srv/models/my-model",
         tensor_parallel_size=4,
         pipeline_parallel_size=2,
-        host="0.0.0.0",
+        host="127.0.0.1",
         master_addr="192.0.2.10",
         master_port=DEFAULT_MASTER_PORT,
     )
