@@ -8,6 +8,15 @@ import math
 MAX_PORT = 65535
 """Of TCP; 0 asks for a free one where something is bound."""
 
+MAX_COUNT = 2**20
+"""Of what there is more than one of in a mesh: ranks, nodes, sequences. Far above any."""
+
+MAX_TOKENS = 2**31 - 1
+"""Of token counts; they travel in 32 bits (proto/stagemesh/v1/stage_worker.proto)."""
+
+MAX_BYTES = 2**63 - 1
+"""Of sizes in bytes, which travel in 64 bits."""
+
 MAX_SEED = 2**64 - 1
 """Seeds are 64 bits, unsigned (proto/stagemesh/v1/step.proto)."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from gateway.engine.types import TokenLogprob
 from gateway.frontend.tokenizer import Tokenizer
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI uses the same number."""
@@ -46,6 +49,8 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._tokenizer = tokenizer
         self._offset = offset
+        # A character may be spread over several tokens: all of them begin where it begins.
+        self._decoder = _Utf8Decoder(errors="replace")
 
     def take(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The lists for the next tokens."""
@@ -56,7 +61,7 @@ class CompletionLogprobs:
             text = self._spelled(one.token_id)
             tokens.append(text)
             offsets.append(self._offset)
-            self._offset += len(self._tokenizer.token_text(one.token_id))
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(one.token_id)))
             top = {self._spelled(token_id): _finite(logprob) for token_id, logprob in one.top}
             if one.top:
                 # As with OpenAI the drawn token is among them, so there may be one more.

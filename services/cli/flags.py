@@ -189,7 +189,7 @@ SERVE_GROUPS = (
             ),
             Flag(
                 ("--max-model-len",),
-                values.size_or_auto,
+                values.token_count_or_auto,
                 "longest prompt and answer together, in tokens; default: the model's",
             ),
             Flag(
@@ -231,7 +231,7 @@ SERVE_GROUPS = (
                 values.positive_integer,
                 "most sequences at a time, over all batches in flight",
             ),
-            Flag(("--max-num-batched-tokens",), values.size, "most tokens in one step"),
+            Flag(("--max-num-batched-tokens",), values.token_count, "most tokens in one step"),
             Flag(("--block-size",), values.positive_integer, "tokens in one KV cache block"),
             Flag(
                 ("--kv-cache-memory-bytes",),

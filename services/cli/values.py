@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 
-from services.ranges import MAX_PORT, MAX_SEED
+from services.ranges import MAX_BYTES, MAX_COUNT, MAX_PORT, MAX_SEED, MAX_TOKENS
 
 Raw = str | int | float | bool | Sequence[str | int | float]
 """A string from the command line, or a scalar or list from YAML."""
@@ -72,19 +73,19 @@ def port(raw: Raw) -> int:
 
 
 def positive_integer(raw: Raw) -> int:
-    """An integer of at least 1."""
-    rule = "must be a whole number of at least 1"
-    value = _as_integer(raw, rule)
-    if value < 1:
-        raise ValueError(rule)
-    return value
+    """A count of at least 1."""
+    return _in_range(raw, 1, MAX_COUNT)
 
 
 def natural_integer(raw: Raw) -> int:
-    """An integer of at least 0."""
-    rule = "must be a whole number of at least 0"
+    """A count of at least 0."""
+    return _in_range(raw, 0, MAX_COUNT)
+
+
+def _in_range(raw: Raw, least: int, most: int) -> int:
+    rule = f"must be a whole number from {least} to {most}"
     value = _as_integer(raw, rule)
-    if value < 0:
+    if not least <= value <= most:
         raise ValueError(rule)
     return value
 
@@ -127,15 +128,24 @@ def _as_number(raw: Raw, rule: str) -> float:
 
 
 def size(raw: Raw) -> int:
-    """A whole number of at least 1, plain or with a suffix as vLLM reads it:
+    """Bytes, at least 1, plain or with a suffix as vLLM reads it:
     k, m, g, t are powers of 1000, K, M, G, T powers of 1024."""
+    return _suffixed(raw, MAX_BYTES)
+
+
+def token_count(raw: Raw) -> int:
+    """Tokens, at least 1, with suffixes as `size`."""
+    return _suffixed(raw, MAX_TOKENS)
+
+
+def _suffixed(raw: Raw, most: int) -> int:
     rule = "must be a whole number of at least 1, or one like 8k (8000), 8K (8192), 1.5g, 4G"
     written = _as_text(raw, rule)
     match = _SIZE.fullmatch(written)
     if match is None:
-        return positive_integer_or(rule, raw)
-    number, suffix = match.groups()
-    if suffix in _BINARY:
+        value = positive_integer_or(rule, raw)
+    elif (suffix := match[2]) in _BINARY:
+        number = match[1]
         if "." in number:
             raise ValueError(
                 f"takes no decimal point before {suffix} (a power of 1024); "
@@ -143,9 +153,11 @@ def size(raw: Raw) -> int:
             )
         value = int(number) * _BINARY[suffix]
     else:
-        value = int(float(number) * _DECIMAL[suffix])
+        value = int(Decimal(match[1]) * _DECIMAL[suffix])
     if value < 1:
         raise ValueError(rule)
+    if value > most:
+        raise ValueError(f"must be at most {most}")
     return value
 
 
@@ -157,10 +169,10 @@ def positive_integer_or(rule: str, raw: Raw) -> int:
     return value
 
 
-def size_or_auto(raw: Raw) -> int | None:
-    """As `size`; `auto` and -1 leave the decision to the model (None)."""
+def token_count_or_auto(raw: Raw) -> int | None:
+    """As `token_count`; `auto` and -1 leave the decision to the model (None)."""
     written = str(raw).strip().lower() if isinstance(raw, str | int) else ""
-    return None if written in ("auto", "-1") else size(raw)
+    return None if written in ("auto", "-1") else token_count(raw)
 
 
 def partition(raw: Raw) -> tuple[int, ...]:

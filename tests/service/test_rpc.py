@@ -15,6 +15,7 @@ from services.errors import (
     BodyTooLarge,
     ConfigError,
     DeadlineExceeded,
+    InvalidRequest,
     PipelineUnavailable,
     Saturated,
     StagemeshError,
@@ -138,6 +139,26 @@ async def test_a_deadline_is_typed_on_the_client_and_closes_the_generator(
             await call.read()
     assert isinstance(error_from_rpc(caught.value), DeadlineExceeded)
     await asyncio.wait_for(running.servicer.closed.wait(), TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("method", ["Tokenize", "Generate"])
+async def test_a_request_that_is_no_message_is_an_invalid_request(
+    running: Running, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_call = (
+        running.channel.unary_unary if method == "Tokenize" else running.channel.unary_stream
+    )
+    call = make_call(f"/{SERVICE}/{method}")(b"\xff\xff\xff", timeout=TIMEOUT_SECONDS)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if method == "Tokenize":
+            await call
+        else:
+            await call.read()
+    error = error_from_rpc(caught.value)
+    assert type(error) is InvalidRequest
+    assert f"/{SERVICE}/{method}" in error.message
+    assert "3 bytes" in error.message
+    assert not caplog.records
 
 
 async def test_an_oversized_message_is_refused_as_such(running: Running) -> None:

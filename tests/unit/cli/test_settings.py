@@ -174,7 +174,7 @@ def test_a_missing_file_is_refused() -> None:
         (("m", "--port"), "--port needs a value"),
         (("m", "--port", "--host"), "--port needs a value"),
         (("m", "n"), "unrecognized arguments: n"),
-        (("m", "-pp", "0"), "--pipeline-parallel-size must be a whole number of at least 1"),
+        (("m", "-pp", "0"), "--pipeline-parallel-size must be a whole number from 1"),
         (("m", "--pp-layer-partition", "-1,62"), "got '-1,62'"),
         (("m", "--seed", "-1"), "--seed must be a whole number from 0"),
         (("m", "--dtype", "int8"), "must be one of auto, float32, bfloat16, float16, got 'int8'"),

@@ -25,9 +25,9 @@ def test_port_refuses(written: values.Raw) -> None:
         values.port(written)
 
 
-@pytest.mark.parametrize("written", ["0", "-3", "two", "1e3", "٣", True, [1]])
+@pytest.mark.parametrize("written", ["0", "-3", "two", "1e3", "٣", True, [1], "1048577"])
 def test_positive_integer_refuses(written: values.Raw) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="must be a whole number from 1 to 1048576"):
         values.positive_integer(written)
 
 
@@ -60,9 +60,21 @@ def test_size_refuses(written: str) -> None:
         values.size(written)
 
 
+@pytest.mark.parametrize("written", ["9223372036854775808", "9000000T", "9" * 400 + ".5k"])
+def test_size_refuses_what_64_bits_do_not_hold(written: str) -> None:
+    with pytest.raises(ValueError, match="must be at most 9223372036854775807"):
+        values.size(written)
+
+
+@pytest.mark.parametrize("written", [2**31, "2147483648", "2G"])
+def test_token_count_refuses_what_32_bits_do_not_hold(written: values.Raw) -> None:
+    with pytest.raises(ValueError, match="must be at most 2147483647"):
+        values.token_count(written)
+
+
 @pytest.mark.parametrize("written", ["auto", "AUTO", "-1", -1])
-def test_size_or_auto_leaves_the_decision_open(written: values.Raw) -> None:
-    assert values.size_or_auto(written) is None
+def test_token_count_or_auto_leaves_the_decision_open(written: values.Raw) -> None:
+    assert values.token_count_or_auto(written) is None
 
 
 @pytest.mark.parametrize("written", ["0", "1.01", "-0.5", "nan", "inf", "all"])
