@@ -32,8 +32,9 @@ START_TIMEOUT_SECONDS = 120.0
 LOAD_TIMEOUT_SECONDS = 1800.0
 """A stage of hundreds of GB from a network file system."""
 STOP_TIMEOUT_SECONDS = 2.0
-FROZEN_AFTER_SECONDS = 3.0
-"""A rank whose heartbeat thread is silent for this long is stopped or hung."""
+FROZEN_AFTER_SECONDS = 2.4
+"""A rank whose heartbeat thread (one a second) is silent for this long is stopped or hung.
+With the second look it is known within 3 s."""
 READ_LIMIT_BYTES = ipc.MAX_FRAME_BYTES + 4
 
 CONFIRM_SECONDS = 0.5
