@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with an address each, joined by a veth pair.
+"""Several hosts on one machine: network namespaces with an address each, on one bridge.
 
 Needs root and iproute2. Addresses are from a documentation range (RFC 5737), so
 that they can be nobody else's.
@@ -32,6 +32,17 @@ class Host:
             text=True,
             timeout=30,
         ).stdout
+
+    def pids(self) -> set[int]:
+        """Processes that run there."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        return set(map(int, listed.stdout.split()))
 
     def start(self, log: Path, *arguments: str) -> HostProcess:
         """Starts `stagemesh ...` there."""
@@ -84,19 +95,23 @@ def _ip(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Makes both hosts and removes them at the end."""
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Makes the hosts, joined by a bridge in a namespace of its own; removes them at the end."""
     tag = f"{os.getpid() % 100000}"
-    hosts = (Host(f"sm-a-{tag}", "192.0.2.1"), Host(f"sm-b-{tag}", "192.0.2.2"))
-    cables = (f"sma{tag}", f"smb{tag}")
+    made = [Host(f"sm-{tag}-{index}", f"192.0.2.{index + 1}") for index in range(count)]
+    switch = f"sm-{tag}-switch"
     with contextlib.ExitStack() as stack:
-        for host in hosts:
-            _ip("netns", "add", host.namespace)
-            stack.callback(_ip, "netns", "delete", host.namespace)
-        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        for host, cable in zip(hosts, cables, strict=True):
-            _ip("link", "set", cable, "netns", host.namespace)
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", cable)
-            _ip("-n", host.namespace, "link", "set", cable, "up")
+        for namespace in (switch, *(host.namespace for host in made)):
+            _ip("netns", "add", namespace)
+            stack.callback(_ip, "netns", "delete", namespace)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for index, host in enumerate(made):
+            plug, socket = f"port{index}", f"sm{tag}{index}"
+            _ip("-n", switch, "link", "add", plug, "type", "veth", "peer", "name", socket)
+            _ip("-n", switch, "link", "set", plug, "master", "bridge", "up")
+            _ip("-n", switch, "link", "set", socket, "netns", host.namespace)
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", socket)
+            _ip("-n", host.namespace, "link", "set", socket, "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
-        yield hosts
+        yield made

@@ -1,15 +1,18 @@
-"""The services of one mesh on two hosts, started one by one as systemd would."""
+"""One mesh on several hosts: with vLLM's flags, and service by service as systemd would."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.system.hosts import Host, HostProcess, two_hosts
+from tests.e2e.test_oracle import NUM_TOKENS, PROMPTS, Answer, Oracle, check
+from tests.system.hosts import Host, HostProcess, hosts
 from tests.tiny_models import make_tiny_llama
 
 pytestmark = pytest.mark.system
@@ -36,6 +39,24 @@ def curl(host: Host, path: str, body: object | None = None) -> tuple[int, str]:
     return int(status), rest
 
 
+def ask_all(host: Host, prompts: Sequence[tuple[int, ...]]) -> list[Answer]:
+    """Greedy continuations with logprobs, asked from the gateway's own host with the SDK."""
+    script = (
+        "import json, sys\n"
+        "from stagemesh import Client\n"
+        "prompts, num_tokens = json.loads(sys.argv[1])\n"
+        "asked = {'temperature': 0, 'max_tokens': num_tokens, 'ignore_eos': True, 'logprobs': 0}\n"
+        "with Client('127.0.0.1:8001') as client:\n"
+        "    done = [client.generate(token_ids=p, timeout=20, **asked) for p in prompts]\n"
+        "print(json.dumps([(d.token_ids, [e.logprob for e in d.logprobs]) for d in done]))\n"
+    )
+    output = host.run(sys.executable, "-c", script, json.dumps([prompts, NUM_TOKENS]))
+    return [
+        Answer(prompt, tuple(tokens), tuple(logprobs))
+        for prompt, (tokens, logprobs) in zip(prompts, json.loads(output), strict=True)
+    ]
+
+
 def wait_until_ready(host: Host, gateway: HostProcess) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -55,7 +76,7 @@ def listeners(host: Host) -> set[str]:
 
 def test_two_hosts_serve_and_listen_on_their_own_addresses_only(tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / "tiny", tied=True)
-    with two_hosts() as (head, other):
+    with hosts(2) as (head, other):
         join = (f"--master-addr={head.address}", f"--master-port={MASTER_PORT}")
         with (
             head.start(
@@ -84,3 +105,32 @@ def test_two_hosts_serve_and_listen_on_their_own_addresses_only(tmp_path: Path) 
                 time.sleep(0.05)
             assert gateway.process.returncode == 1
             assert "stage 1" in gateway.log()
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(2, ("-pp", "2")), (2, ("-tp", "2", "-pp", "2")), (4, ("-pp", "4"))],
+    ids=["2-nodes-pp2", "2-nodes-tp2-pp2", "4-nodes-pp4"],
+)
+def test_nodes_with_vllms_flags(tmp_path: Path, count: int, sizes: Sequence[str]) -> None:
+    """F9: each node on a host of its own, the same text as `transformers` in one process."""
+    model = make_tiny_llama(tmp_path / "tiny", tied=True)
+    oracle = Oracle(model)
+    prompts = [oracle.encode(text[:60]) for text in PROMPTS[:8]]
+    with hosts(count) as made, contextlib.ExitStack() as stack:
+        head = made[0]
+        for rank in reversed(range(count)):
+            flags = [*("serve", str(model), *sizes, "--nnodes", str(count)), f"--node-rank={rank}"]
+            flags += [f"--master-addr={head.address}", f"--master-port={MASTER_PORT}"]
+            flags += ["--cpu-devices=2", *(["--headless"] if rank else [])]
+            log = tmp_path / f"node-{rank}.log"
+            node = stack.enter_context(made[rank].start(log, *flags))
+        wait_until_ready(head, node)
+        answers = ask_all(head, prompts)
+        stages = json.loads(curl(head, "/v1/mesh")[1])["stages"]
+        pids = [{rank["pid"] for rank in stage["ranks"]} for stage in stages]
+        share = len(stages) // count
+        for index, host in enumerate(made):
+            own = set().union(*pids[index * share : (index + 1) * share])
+            assert own <= host.pids()
+    check(oracle, answers)
