@@ -145,7 +145,6 @@ class StageRunner:
             positions,
             self._slots.block_table_array,
             self._plan.block_size,
-            self._model.dtype,
             self._model.device,
         )
         sampled, draws = self._draws(step, spans) if self._model.is_last else (None, ())

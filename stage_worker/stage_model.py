@@ -112,7 +112,7 @@ class StageModel:
     ) -> stage_worker_pb2.RankReport:
         """Keeps, loads and drops; see `StageRunner.apply_plan`."""
         old = self._plan
-        if (old.model_path, old.dtype) != (plan.model_path, plan.dtype):
+        if _basis(old) != _basis(plan):
             # Read first: a plan that cannot be reached leaves the old one as it was.
             facts, context = read_model_facts(Path(plan.model_path)), self._new_context(plan)
             self._drop_all()
@@ -248,9 +248,13 @@ class StageModel:
             self.device,
             getattr(torch, plan.dtype),
             self._tensor_parallel,
-            self._platform.attention(),
-            self._platform.packed_linear(),
+            self._platform.operators(enforce_eager=plan.enforce_eager),
         )
+
+
+def _basis(plan: stage_worker_pb2.StagePlan) -> tuple[str, str, bool]:
+    """What every loaded part depends on."""
+    return plan.model_path, plan.dtype, plan.enforce_eager
 
 
 def _not_loaded(what: str) -> ConfigError:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stage_worker.layers.attention.backend import AttentionBackend
+from stage_worker.layers.operators import Operators
 from stage_worker.layers.tensor_parallel import TensorParallel
 
 
@@ -17,6 +17,5 @@ class LayerContext:
     device: torch.device
     dtype: torch.dtype
     tensor_parallel: TensorParallel
-    attention: AttentionBackend
-    packed_linear: bool
-    """Whether oneDNN's packed weights work here; see `layers.linear`."""
+    operators: Operators
+    """The device's own, or torch's."""

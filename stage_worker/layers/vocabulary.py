@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stage_worker.layers.context import LayerContext
-from stage_worker.layers.linear import Linear, make_linear
+from stage_worker.layers.linear import Linear
 
 
 class VocabParallelEmbedding:
@@ -45,7 +45,7 @@ class VocabParallelHead:
     ) -> None:
         """`shared` says that the weight is the embedding of the same rank: it is
         counted there, unless packing makes a copy of it."""
-        self._linear: Linear = make_linear(weight, None, allow_packed=context.packed_linear)
+        self._linear: Linear = context.operators.linear(weight, None)
         self._num_bytes = 0 if shared and self._linear.keeps_weight else self._linear.num_bytes
         self._tensor_parallel = context.tensor_parallel
         self._vocab_size = vocab_size

@@ -8,7 +8,6 @@ can come from one plan to another and read only what is new.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from services.topology.facts import ModelFacts
@@ -16,7 +15,6 @@ from services.topology.weights import WeightSpec, kv_heads_per_rank, layer_weigh
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import AttentionMetadata
 from stage_worker.layers.context import LayerContext
-from stage_worker.layers.linear import make_linear
 from stage_worker.layers.norm import RMSNorm
 from stage_worker.layers.rotary import RotaryRows
 from stage_worker.weights import WeightReader
@@ -47,31 +45,23 @@ class LlamaAttention:
 
     def __init__(self, tensors: LayerTensors, facts: ModelFacts, context: LayerContext) -> None:
         group = context.tensor_parallel
-        self._num_heads = facts.num_attention_heads // group.size
-        self._num_kv_heads = kv_heads_per_rank(facts, group.size)
         self._head_dim = facts.head_dim
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._qkv = make_linear(
-            tensors.weight(*names), tensors.bias(*names), allow_packed=context.packed_linear
-        )
+        self._qkv = context.operators.linear(tensors.weight(*names), tensors.bias(*names))
         self._output = RowParallelLinear(tensors, "self_attn.o_proj", context)
-        self._attend = context.attention
+        self._attend = context.operators.attention(
+            facts.num_attention_heads // group.size,
+            kv_heads_per_rank(facts, group.size),
+            facts.head_dim,
+            context.dtype,
+        )
 
     def __call__(
         self, x: Tensor, rotary: RotaryRows, cache: LayerKVCache, metadata: AttentionMetadata
     ) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
-        num_rotated = self._num_heads + self._num_kv_heads
         qkv = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        rotated = rotary.apply(qkv[:, :num_rotated])  # queries and keys at once
-        attended = self._attend(
-            rotated[:, : self._num_heads],
-            rotated[:, self._num_heads :],
-            qkv[:, num_rotated:],
-            cache,
-            metadata,
-        )
-        return self._output(attended)
+        return self._output(self._attend(qkv, rotary, cache, metadata))
 
     @property
     def num_bytes(self) -> int:
@@ -83,15 +73,13 @@ class LlamaMLP:
 
     def __init__(self, tensors: LayerTensors, context: LayerContext) -> None:
         names = ("mlp.gate_proj", "mlp.up_proj")
-        self._gate_up = make_linear(
-            tensors.weight(*names), tensors.bias(*names), allow_packed=context.packed_linear
-        )
+        self._gate_up = context.operators.linear(tensors.weight(*names), tensors.bias(*names))
+        self._silu_mul = context.operators.silu_mul
         self._down = RowParallelLinear(tensors, "mlp.down_proj", context)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(self._silu_mul(self._gate_up(x)))
 
     @property
     def num_bytes(self) -> int:
@@ -106,10 +94,8 @@ class RowParallelLinear:
         bias = tensors.bias(name)
         # With one rank the product adds the bias itself.
         self._late_bias = bias if self._group.size > 1 else None
-        self._linear = make_linear(
-            tensors.weight(name),
-            bias if self._group.size == 1 else None,
-            allow_packed=context.packed_linear,
+        self._linear = context.operators.linear(
+            tensors.weight(name), bias if self._group.size == 1 else None
         )
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from services.errors import ConfigError
-from stage_worker.layers.attention.torch_native import TorchNativeAttention
+from stage_worker.layers.operators import TorchOperators
 from stagemesh.v1 import stage_worker_pb2
 
 
@@ -50,11 +50,8 @@ class AcceleratorPlatform:
     ) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def attention(self) -> TorchNativeAttention:
-        return TorchNativeAttention()
-
-    def packed_linear(self) -> bool:
-        return False
+    def operators(self, *, enforce_eager: bool) -> TorchOperators:
+        return TorchOperators()
 
 
 def _activation_bytes(plan: stage_worker_pb2.StagePlan) -> int:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from stage_worker.layers.attention.backend import AttentionBackend
+from stage_worker.layers.operators import Operators
 from stagemesh.v1 import stage_worker_pb2
 
 
@@ -51,10 +51,6 @@ class Platform(Protocol):
         """A large zeroed tensor, such as a KV cache."""
         ...
 
-    def attention(self) -> AttentionBackend:
-        """The attention kernels to use."""
-        ...
-
-    def packed_linear(self) -> bool:
-        """Whether `layers.linear.PackedLinear` works on this device."""
+    def operators(self, *, enforce_eager: bool) -> Operators:
+        """What layers are made of; torch's own operators where `enforce_eager`."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -9,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from stage_worker.layers.attention.torch_native import TorchNativeAttention
+from stage_worker.kernels.build import KernelsUnavailable
+from stage_worker.kernels.native import NativeOperators
 from stage_worker.layers.linear import packing_works
+from stage_worker.layers.operators import Operators, TorchOperators
 from stagemesh.v1 import stage_worker_pb2
+
+log = logging.getLogger("stagemesh.rank")
 
 MAX_DEFAULT_KV_BYTES = 4 << 30
 """Per mesh: a laptop keeps room for the user's other programs."""
@@ -54,11 +59,19 @@ class CpuPlatform:
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
-    def attention(self) -> TorchNativeAttention:
-        return TorchNativeAttention()
-
-    def packed_linear(self) -> bool:
-        return packing_works()
+    def operators(self, *, enforce_eager: bool) -> Operators:
+        plain = TorchOperators(packed_linear=packing_works())
+        if enforce_eager:
+            return plain
+        try:
+            return NativeOperators(torch.get_num_threads(), plain)
+        except KernelsUnavailable as reason:
+            log.warning(
+                "no compiled kernels: %s; torch's operators are used, which are slower "
+                "at small batches",
+                reason,
+            )
+            return plain
 
 
 def _available_and_total_bytes() -> tuple[int, int]:

@@ -8,22 +8,18 @@ from torch import Tensor
 
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import AttentionMetadata
+from stage_worker.layers.rotary import RotaryRows
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged cache."""
+    """Rotary embedding and causal attention over a paged cache."""
 
     def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        cache: LayerKVCache,
-        metadata: AttentionMetadata,
+        self, qkv: Tensor, rotary: RotaryRows, cache: LayerKVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Writes the step's keys and values to the cache and attends.
+        """Rotates queries and keys, writes keys and values to the cache and attends.
 
-        Queries are [n, heads, head_dim], keys and values [n, kv_heads, head_dim],
-        all rotated; the result is [n, heads * head_dim].
+        `qkv` is [n, heads + 2 * kv_heads, head_dim]: queries, keys, values; it may be
+        changed in place. The result is [n, heads * head_dim].
         """
         ...

@@ -19,20 +19,47 @@ SHORT_LENGTH = 256
 of a group differ by at most a factor of two."""
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Decode rows that are attended together."""
 
-    token_indices: Tensor | None
-    """[rows] int64 into the step's tokens; None where the group is the whole step."""
-    block_ids: Tensor
-    """[rows * blocks] int64, rows padded with a block of their own."""
-    num_rows: int
-    max_length: int
-    """Longest sequence of the group, in tokens, this step's included."""
-    mask: Tensor | None
-    """[rows, 1, 1, max_length], 0 or -inf, in the model's dtype; None where all are
-    max_length long."""
+    __slots__ = (
+        "_mask",
+        "block_ids",
+        "is_whole_step",
+        "lengths",
+        "max_length",
+        "num_blocks",
+        "num_rows",
+        "token_indices",
+    )
+
+    def __init__(
+        self, token_indices: Tensor, block_ids: Tensor, lengths: Tensor, *, is_whole_step: bool
+    ) -> None:
+        """`block_ids` is [rows, blocks] int64, rows padded with a block of their own."""
+        self.token_indices = token_indices
+        """[rows] int64 into the step's tokens."""
+        self.lengths = lengths
+        """[rows] int64: tokens of each sequence, this step's included."""
+        self.block_ids = block_ids.reshape(-1)
+        """[rows * num_blocks] int64."""
+        self.num_rows, self.num_blocks = block_ids.shape
+        self.max_length = int(lengths.max())
+        self.is_whole_step = is_whole_step
+        """Whether there is nothing else in the step."""
+        self._mask: Tensor | None = None
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """[rows, 1, 1, max_length], 0 or -inf; None where all are max_length long.
+
+        Made once, for all layers, where an operator that pads asks for it.
+        """
+        if self._mask is None and int(self.lengths.min()) != self.max_length:
+            positions = torch.arange(self.max_length, device=self.lengths.device)
+            hidden = positions >= self.lengths[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+        return self._mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +106,6 @@ def build_metadata(
     positions: np.ndarray,
     block_tables: np.ndarray,
     block_size: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionMetadata:
     """Builds a step's metadata.
@@ -102,7 +128,6 @@ def build_metadata(
             len(positions),
             block_tables,
             block_size,
-            dtype,
             device,
         )
         for members in group_by_length([(i, rows[i].length) for i in decode_rows])
@@ -130,28 +155,19 @@ def _decode_group(
     num_step_tokens: int,
     block_tables: np.ndarray,
     block_size: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> DecodeGroup:
     lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
-    max_length = int(lengths.max())
-    num_blocks = -(-max_length // block_size)
+    num_blocks = -(-int(lengths.max()) // block_size)
     tables = block_tables[[row.slot for row in rows], :num_blocks].astype(np.int64)
     used = -(-lengths // block_size)
     # Padding reads the row's own first block: never another sequence's data.
     tables = np.where(np.arange(num_blocks) < used[:, None], tables, tables[:, :1])
-    mask = None
-    if int(lengths.min()) != max_length:
-        hidden = torch.from_numpy(np.arange(max_length) >= lengths[:, None])
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask[:, None, None, :].to(device)
-    whole_step = len(rows) == num_step_tokens
     return DecodeGroup(
-        None if whole_step else torch.from_numpy(token_indices).to(device),
-        torch.from_numpy(tables.reshape(-1)).to(device),
-        len(rows),
-        max_length,
-        mask,
+        torch.from_numpy(token_indices).to(device),
+        torch.from_numpy(tables).to(device),
+        torch.from_numpy(lengths).to(device),
+        is_whole_step=len(rows) == num_step_tokens,
     )
 
 

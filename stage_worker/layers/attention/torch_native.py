@@ -1,5 +1,4 @@
-"""Attention with plain torch operators: the reference on every device, and the
-default on the CPU.
+"""Attention with plain torch operators: the reference on every device.
 
 Decode rows: blocks are gathered into [rows, length, kv_heads, head_dim], and
 the query heads that share a KV head stand in the query dimension of
@@ -15,32 +14,36 @@ from torch import Tensor
 
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import AttentionMetadata, DecodeGroup, PromptChunk
+from stage_worker.layers.rotary import RotaryRows
 
 
 class TorchNativeAttention:
-    """See `AttentionBackend`. Stateless."""
+    """See `AttentionBackend`."""
 
-    __slots__ = ()
+    __slots__ = ("_num_heads", "_num_kv_heads")
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
 
     def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        cache: LayerKVCache,
-        metadata: AttentionMetadata,
+        self, qkv: Tensor, rotary: RotaryRows, cache: LayerKVCache, metadata: AttentionMetadata
     ) -> Tensor:
+        num_rotated = self._num_heads + self._num_kv_heads
+        rotated = rotary.apply(qkv[:, :num_rotated])  # queries and keys at once
+        queries, keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        values = qkv[:, num_rotated:]
         cache.write(metadata.slot_mapping, keys, values)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         output = output.view(queries.shape[0], -1)
         for group in metadata.decode_groups:
-            if group.token_indices is None:
+            if group.is_whole_step:
                 return _decode(queries, cache, group)
             picked = queries.index_select(0, group.token_indices)
             output.index_copy_(0, group.token_indices, _decode(picked, cache, group))
         for chunk in metadata.prompt_chunks:
             span = slice(chunk.token_start, chunk.token_end)
-            output[span] = _prompt(queries[span], keys[span], values[span], cache, chunk)
+            output[span] = attend_prompt(queries[span], keys[span], values[span], cache, chunk)
         return output
 
 
@@ -53,14 +56,16 @@ def _decode(queries: Tensor, cache: LayerKVCache, group: DecodeGroup) -> Tensor:
     values = values.view(group.num_rows, -1, kv_heads, head_dim)
     values = values[:, : group.max_length].transpose(1, 2)
     grouped = queries.reshape(group.num_rows, kv_heads, -1, head_dim)
-    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+    attended = F.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=group.mask(grouped.dtype)
+    )
     return attended.reshape(group.num_rows, -1)
 
 
-def _prompt(
+def attend_prompt(
     queries: Tensor, keys: Tensor, values: Tensor, cache: LayerKVCache, chunk: PromptChunk
 ) -> Tensor:
-    """[n, heads, head_dim] -> [n, heads * head_dim]."""
+    """Several queries of one sequence: [n, heads, head_dim] -> [n, heads * head_dim]."""
     if chunk.block_ids is not None:
         keys, values = cache.read(chunk.block_ids)
         keys, values = keys[: chunk.length], values[: chunk.length]

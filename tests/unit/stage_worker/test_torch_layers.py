@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from services.errors import StageFailed
 from services.topology.facts import RotaryScaling
 from stage_worker.data_plane import PeerLost
+from stage_worker.kernels.native import NativeOperators
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import (
     SHORT_LENGTH,
@@ -25,14 +26,15 @@ from stage_worker.layers.attention.metadata import (
     build_metadata,
     group_by_length,
 )
-from stage_worker.layers.attention.torch_native import TorchNativeAttention
 from stage_worker.layers.linear import PackedLinear, PlainLinear, make_linear, packing_works
 from stage_worker.layers.norm import RMSNorm
-from stage_worker.layers.rotary import RotaryTable, inverse_frequencies
+from stage_worker.layers.operators import Operators, TorchOperators
+from stage_worker.layers.rotary import RotaryRows, RotaryTable, inverse_frequencies
 from stage_worker.layers.tensor_parallel import TensorParallel
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 4, 1000, 4, 2, 8
+BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 4, 1000, 4, 2, 16
+NATIVE = NativeOperators(1, TorchOperators())
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 40])
@@ -101,6 +103,7 @@ def test_groups_differ_in_length_by_at_most_two() -> None:
         assert longest <= SHORT_LENGTH or longest <= 2 * shortest
 
 
+@pytest.mark.parametrize("operators", [TorchOperators(), NATIVE], ids=["torch", "native"])
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(
@@ -110,7 +113,9 @@ def test_groups_differ_in_length_by_at_most_two() -> None:
     ),
     seed=st.integers(0, 100),
 )
-def test_attention_equals_a_loop_over_tokens(rows: list[tuple[int, int]], seed: int) -> None:
+def test_attention_equals_a_loop_over_tokens(
+    operators: Operators, rows: list[tuple[int, int]], seed: int
+) -> None:
     """Rows are (tokens in the cache, query tokens): decodes and chunks, mixed."""
     generator = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -134,8 +139,11 @@ def test_attention_equals_a_loop_over_tokens(rows: list[tuple[int, int]], seed: 
     positions = np.concatenate([np.arange(s.position, s.length) for s in spans])
     queries = torch.randn(len(positions), HEADS, HEAD_DIM)
     keys, values = torch.randn(2, len(positions), KV_HEADS, HEAD_DIM)
-    metadata = build_metadata(spans, positions, tables, BLOCK_SIZE, torch.float32, CPU)
-    output = TorchNativeAttention()(queries, keys, values, cache, metadata)
+    metadata = build_metadata(spans, positions, tables, BLOCK_SIZE, CPU)
+    one = torch.ones(len(positions), 1, HEAD_DIM)
+    attend = operators.attention(HEADS, KV_HEADS, HEAD_DIM, torch.float32)
+    qkv = torch.cat((queries, keys, values), 1)
+    output = attend(qkv, RotaryRows(one, 0 * one), cache, metadata)
 
     token = 0
     for span, (past_keys, past_values) in zip(spans, history, strict=True):

@@ -1,0 +1,202 @@
+"""The compiled kernels as operators on tensors: float32, on the CPU.
+
+Measured on one core of an AVX2 server, milliseconds at batch 1 / 4 / 8 / 16 /
+128, against the better of `F.linear` and oneDNN's packed weight, in one run of
+`python -m benchmarks cpu-linear`: see docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stage_worker.kernels.build import KernelsUnavailable, load_library
+from stage_worker.kv.paged_cache import LayerKVCache
+from stage_worker.layers.attention.backend import AttentionBackend
+from stage_worker.layers.attention.metadata import AttentionMetadata
+from stage_worker.layers.attention.torch_native import attend_prompt
+from stage_worker.layers.linear import Linear
+from stage_worker.layers.operators import TorchOperators
+from stage_worker.layers.rotary import RotaryRows
+
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+_SIGNATURES: dict[str, list[type]] = {
+    "stagemesh_linear": [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, ctypes.c_int],
+    "stagemesh_silu_mul": [_POINTER, _SIZE, _SIZE, _POINTER],
+    "stagemesh_rotate_and_store": [_POINTER, *[_SIZE] * 4, *[_POINTER] * 5],
+    "stagemesh_decode_attention": [
+        *(_POINTER, _SIZE, _POINTER, *[_SIZE] * 4, _POINTER, _POINTER, _SIZE),
+        *(_POINTER, _SIZE, _POINTER, ctypes.c_float, _POINTER, ctypes.c_int),
+    ],
+}
+
+
+class Library:
+    """The shared library with its signatures and sizes."""
+
+    def __init__(self) -> None:
+        """Raises `KernelsUnavailable`."""
+        library = load_library()
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        for name in ("panel", "lanes", "max_group"):
+            getattr(library, f"stagemesh_{name}").restype = _SIZE
+        self.linear = library.stagemesh_linear
+        self.silu_mul = library.stagemesh_silu_mul
+        self.rotate_and_store = library.stagemesh_rotate_and_store
+        self.decode_attention = library.stagemesh_decode_attention
+        self.panel: int = library.stagemesh_panel()
+        """Output features that lie together in a packed weight."""
+        self.lanes: int = library.stagemesh_lanes()
+        self.max_group: int = library.stagemesh_max_group()
+        """Most query heads of one KV head."""
+
+
+class NativeOperators:
+    """See `layers.operators.Operators`. What the kernels do not take goes to torch."""
+
+    def __init__(self, num_threads: int, otherwise: TorchOperators) -> None:
+        """Raises `KernelsUnavailable`, also where the kernels give wrong results."""
+        self._library = Library()
+        self._num_threads = num_threads
+        self._otherwise = otherwise
+        self._check()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See `Operators.linear`."""
+        if weight.dtype != torch.float32:
+            return self._otherwise.linear(weight, bias)
+        return NativeLinear(self._library, weight, bias, self._num_threads)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Operators.silu_mul`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if gate_up.dtype != torch.float32 or width % self._library.lanes:
+            return self._otherwise.silu_mul(gate_up)
+        y = gate_up.new_empty((rows, width))
+        self._library.silu_mul(gate_up.data_ptr(), rows, width, y.data_ptr())
+        return y
+
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> AttentionBackend:
+        """See `Operators.attention`."""
+        fits = (
+            dtype == torch.float32
+            and head_dim % (2 * self._library.lanes) == 0
+            and num_heads // num_kv_heads <= self._library.max_group
+        )
+        if not fits:
+            return self._otherwise.attention(num_heads, num_kv_heads, head_dim, dtype)
+        return NativeAttention(self._library, num_heads, num_kv_heads, head_dim, self._num_threads)
+
+    def _check(self) -> None:
+        """A compiler may be wrong; a wrong product must not be served."""
+        weight = torch.sin(torch.arange(40 * 24, dtype=torch.float32)).view(40, 24)
+        bias = torch.arange(40, dtype=torch.float32) / 40
+        x = torch.cos(torch.arange(7 * 24, dtype=torch.float32)).view(7, 24)
+        product = self.linear(weight, bias)(x)
+        if not torch.allclose(product, F.linear(x, weight, bias), atol=1e-4):
+            raise KernelsUnavailable("the compiled kernels give wrong results")
+
+
+class NativeLinear:
+    """Weight in panels of output features, each read once, in order. float32 on the CPU only."""
+
+    __slots__ = ("_bias", "_function", "_in", "_num_threads", "_out", "_panels", "_pointers")
+
+    def __init__(
+        self, library: Library, weight: Tensor, bias: Tensor | None, num_threads: int
+    ) -> None:
+        self._out, self._in = weight.shape
+        self._function = library.linear
+        self._num_threads = num_threads
+        panels = -(-self._out // library.panel)
+        padded = weight
+        if self._out % library.panel:
+            padded = weight.new_zeros((panels * library.panel, self._in))
+            padded[: self._out] = weight
+        self._panels = padded.view(panels, library.panel, self._in).transpose(1, 2).contiguous()
+        self._bias = None if bias is None else bias.contiguous()
+        self._pointers = (
+            self._panels.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] -> [n, out]."""
+        x = x.contiguous()
+        rows = x.shape[0]
+        y = x.new_empty((rows, self._out))
+        panels, bias = self._pointers
+        self._function(
+            x.data_ptr(),
+            rows,
+            self._in,
+            panels,
+            self._out,
+            bias,
+            y.data_ptr(),
+            self._num_threads,
+        )
+        return y
+
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def keeps_weight(self) -> bool:
+        return False
+
+
+class NativeAttention:
+    """See `AttentionBackend`. Decode rows read the paged cache where it lies; prompt chunks are
+    torch's."""
+
+    __slots__ = ("_head_dim", "_library", "_num_heads", "_num_kv_heads", "_num_threads", "_scale")
+
+    def __init__(
+        self, library: Library, num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+    ) -> None:
+        self._library = library
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._num_threads = num_threads
+        self._scale = 1.0 / math.sqrt(head_dim)
+
+    def __call__(
+        self, qkv: Tensor, rotary: RotaryRows, cache: LayerKVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        heads, kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._head_dim
+        rows = qkv.shape[0]
+        keys, values = cache.keys.data_ptr(), cache.values.data_ptr()
+        self._library.rotate_and_store(
+            qkv.data_ptr(),
+            *(rows, heads, kv_heads, head_dim),
+            *(rotary.cos.data_ptr(), rotary.signed_sin.data_ptr()),
+            *(metadata.slot_mapping.data_ptr(), keys, values),
+        )
+        output = qkv.new_empty((rows, heads * head_dim))
+        for group in metadata.decode_groups:
+            self._library.decode_attention(
+                *(qkv.data_ptr(), (heads + 2 * kv_heads) * head_dim),
+                *(group.token_indices.data_ptr(), group.num_rows, heads, kv_heads, head_dim),
+                *(keys, values, cache.keys.shape[1]),
+                *(group.block_ids.data_ptr(), group.num_blocks, group.lengths.data_ptr()),
+                *(self._scale, output.data_ptr(), self._num_threads),
+            )
+        for chunk in metadata.prompt_chunks:
+            span = qkv[chunk.token_start : chunk.token_end]
+            queries, new_keys, new_values = span.split((heads, kv_heads, kv_heads), 1)
+            output[chunk.token_start : chunk.token_end] = attend_prompt(
+                queries, new_keys, new_values, cache, chunk
+            )
+        return output

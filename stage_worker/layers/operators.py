@@ -1,0 +1,58 @@
+"""What a model's layers are made of, and the plain torch version of it.
+
+A platform chooses the operators once; layers ask for what they need and never
+for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stage_worker.layers.attention.backend import AttentionBackend
+from stage_worker.layers.attention.torch_native import TorchNativeAttention
+from stage_worker.layers.linear import Linear, make_linear
+
+
+class Operators(Protocol):
+    """Makes and runs a layer's parts."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """`y = x W^T + b` for weight [out, in] and bias [out]."""
+        ...
+
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> AttentionBackend:
+        """Attention of this rank's heads."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 * width], gate and up, -> silu(gate) * up [n, width]."""
+        ...
+
+
+class TorchOperators:
+    """Right on every device."""
+
+    def __init__(self, *, packed_linear: bool = False) -> None:
+        """`packed_linear` says that oneDNN's packed weights work; see `layers.linear`."""
+        self._packed_linear = packed_linear
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See `Operators.linear`."""
+        return make_linear(weight, bias, allow_packed=self._packed_linear)
+
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> AttentionBackend:
+        """See `Operators.attention`."""
+        return TorchNativeAttention(num_heads, num_kv_heads)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `Operators.silu_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)

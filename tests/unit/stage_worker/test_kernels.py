@@ -1,0 +1,160 @@
+"""The compiled CPU kernels against torch in double precision, and where they come from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stage_worker.kernels import build
+from stage_worker.kernels.build import KernelsUnavailable, load_library
+from stage_worker.kernels.native import NativeLinear, NativeOperators
+from stage_worker.kv.paged_cache import LayerKVCache
+from stage_worker.layers.attention.metadata import RowSpan, build_metadata
+from stage_worker.layers.linear import PlainLinear
+from stage_worker.layers.operators import TorchOperators
+from stage_worker.layers.rotary import RotaryTable
+from stage_worker.platforms.cpu import CpuPlatform
+
+CPU = torch.device("cpu")
+TORCH = TorchOperators()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40) | st.sampled_from([128, 300]),
+    size_in=st.integers(1, 70) | st.just(1536),
+    size_out=st.integers(1, 70) | st.just(200),
+    with_bias=st.booleans(),
+)
+def test_linear(num_threads: int, rows: int, size_in: int, size_out: int, with_bias: bool) -> None:
+    weight, x = torch.randn(size_out, size_in), torch.randn(rows, size_in)
+    bias = torch.randn(size_out) if with_bias else None
+    linear = NativeOperators(num_threads, TORCH).linear(weight, bias)
+    assert isinstance(linear, NativeLinear)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    bound = 1e-6 * size_in + 1e-5
+    torch.testing.assert_close(linear(x).double(), expected, atol=bound, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    """Bit by bit, so that a sequence's text is the same whoever else is in the batch."""
+    linear = NativeOperators(1, TORCH).linear(torch.randn(96, 576), None)
+    x = torch.randn(300, 576)
+    whole = linear(x)
+    for start, end in ((0, 1), (0, 2), (5, 12), (100, 140), (299, 300)):
+        assert torch.equal(linear(x[start:end]), whole[start:end])
+
+
+@pytest.mark.parametrize("width", [8, 48, 1536])
+def test_silu_mul(width: int) -> None:
+    gate_up = torch.randn(5, 2 * width) * 20
+    gate_up[0, 0], gate_up[1, 0] = 1e4, -1e4
+    gate, up = gate_up.double().chunk(2, -1)
+    got = NativeOperators(1, TORCH).silu_mul(gate_up.clone()).double()
+    torch.testing.assert_close(got, F.silu(gate) * up, atol=1e-6, rtol=2e-6)
+
+
+def test_queries_and_keys_are_rotated_and_stored_as_torch_does() -> None:
+    heads, kv_heads, dim, block_size = 6, 2, 32, 4
+    tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32).numpy()
+    spans = [RowSpan(0, 5, 1), RowSpan(1, 2, 1)]
+    positions = torch.tensor([5, 2])
+    metadata = build_metadata(spans, positions.numpy(), tables, block_size, CPU)
+    rotary = RotaryTable(dim, 100.0, None, 16, torch.float32, CPU).rows(positions)
+    qkv = torch.randn(2, heads + 2 * kv_heads, dim)
+    results = []
+    for operators in (TORCH, NativeOperators(1, TORCH)):
+        torch.manual_seed(1)
+        cache = LayerKVCache(*torch.randn(2, 4, block_size, kv_heads, dim))
+        attend = operators.attention(heads, kv_heads, dim, torch.float32)
+        output = attend(qkv.clone(), rotary, cache, metadata)
+        results.append((output, cache.keys, cache.values))
+    for torchs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, torchs, atol=1e-5, rtol=1e-5)
+
+
+def test_what_the_kernels_do_not_take_goes_to_torch() -> None:
+    operators = NativeOperators(1, TORCH)
+    assert isinstance(operators.linear(torch.randn(8, 4).bfloat16(), None), PlainLinear)
+    odd = torch.randn(3, 2 * 7)
+    torch.testing.assert_close(operators.silu_mul(odd.clone()), TORCH.silu_mul(odd.clone()))
+    for head_dim, dtype in ((24, torch.float32), (64, torch.float16)):
+        theirs = TORCH.attention(4, 2, head_dim, dtype)
+        assert type(operators.attention(4, 2, head_dim, dtype)) is type(theirs)
+
+
+def test_eager_takes_torch_s_operators() -> None:
+    assert isinstance(CpuPlatform().operators(enforce_eager=True), TorchOperators)
+    assert isinstance(CpuPlatform().operators(enforce_eager=False), NativeOperators)
+
+
+class TestLibrary:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path))
+        return tmp_path
+
+    def test_it_is_compiled_once(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        load_library()
+        (library,) = (home / "kernels").iterdir()
+        made = library.stat().st_mtime_ns
+        monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled twice"))
+        load_library()
+        assert library.stat().st_mtime_ns == made
+
+    def test_without_a_compiler_torch_is_used(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("CC", "no-such-compiler")
+        with pytest.raises(KernelsUnavailable, match="CC names no-such-compiler"):
+            load_library()
+        assert isinstance(CpuPlatform().operators(enforce_eager=False), TorchOperators)
+        assert "no compiled kernels" in caplog.text
+
+    def test_a_compiler_that_fails_says_why(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        broken = home / "cc"
+        broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo no disk >&2; exit 1; }\n')
+        broken.chmod(0o755)
+        monkeypatch.setenv("CC", str(broken))
+        with pytest.raises(KernelsUnavailable, match="no disk"):
+            load_library()
+        assert list((home / "kernels").iterdir()) == []
+
+    def test_a_compiler_without_openmp_and_native_is_enough(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        modest = home / "cc"
+        modest.write_text(
+            '#!/bin/sh\ncase "$*" in *-fopenmp*|*=native*) exit 1;; esac\nexec cc "$@"\n'
+        )
+        modest.chmod(0o755)
+        monkeypatch.setenv("CC", str(modest))
+        weight, x = torch.randn(40, 8), torch.randn(3, 8)
+        linear = NativeOperators(2, TORCH).linear(weight, None)
+        torch.testing.assert_close(linear(x), F.linear(x, weight), atol=1e-5, rtol=1e-5)
+
+    def test_a_library_that_others_can_change_is_not_loaded(self, home: Path) -> None:
+        load_library()
+        (library,) = (home / "kernels").iterdir()
+        library.chmod(0o777)
+        with pytest.raises(KernelsUnavailable, match="can be changed by other users"):
+            load_library()
+
+
+def test_exp_is_exact_enough_over_its_whole_range() -> None:
+    """Through silu_mul, whose only inexact part it is."""
+    gate = torch.linspace(-80, 80, 16001)[:16000].view(1, -1)
+    gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
+    got = NativeOperators(1, TORCH).silu_mul(gate_up)[0].double()
+    expected = F.silu(gate[0].double())
+    error = ((got - expected) / expected.abs().clamp_min(1e-30)).abs()
+    assert float(error.max()) < 1e-6 and math.isfinite(float(got.sum()))
