@@ -24,7 +24,7 @@ from services.topology.weights import (
 from stage_worker.kv.paged_cache import LayerKVCache, kv_block_bytes
 from stage_worker.layers.attention.metadata import AttentionMetadata
 from stage_worker.layers.context import LayerContext
-from stage_worker.layers.norm import RMSNorm
+from stage_worker.layers.norm import Norm
 from stage_worker.layers.rotary import RotaryRows, RotaryTable
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -56,7 +56,7 @@ class StageModel:
         self._layers: dict[int, HiddenLayer] = {}
         self._caches: dict[int, LayerKVCache] = {}
         self._embedding: VocabParallelEmbedding | None = None
-        self._final_norm: RMSNorm | None = None
+        self._final_norm: Norm | None = None
         self._head: VocabParallelHead | None = None
         self._rotary: RotaryTable | None = None
         self._context = self._new_context(plan)
@@ -186,7 +186,7 @@ class StageModel:
                     self._layers[layer] = family(facts, layer, context, reader)
             if self.is_last and self._head is None:
                 norm = reader.read(final_norm_weight(facts))
-                self._final_norm = RMSNorm(norm, facts.rms_norm_eps)
+                self._final_norm = context.operators.rms_norm(norm, facts.rms_norm_eps)
                 shared = self._embedding if facts.tie_word_embeddings else None
                 weight = shared.weight if shared else reader.read(head_weight(facts))
                 self._head = VocabParallelHead(

@@ -158,6 +158,22 @@ static inline float sum(vec v) {
     return total;
 }
 
+/* x [rows, width] -> y [rows, width]: x / sqrt(mean(x^2) + eps) * weight. width is a multiple of
+ * LANES. */
+void stagemesh_rms_norm(const float *x, int64_t rows, int64_t width, const float *weight, float eps,
+                        float *y) {
+    for (int64_t row = 0; row < rows; row++, x += width, y += width) {
+        vec squares = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec v = *(const vec *)(x + i);
+            squares += v * v;
+        }
+        float factor = 1.0f / __builtin_sqrtf(sum(squares) / (float)width + eps);
+        for (int64_t i = 0; i < width; i += LANES)
+            *(vec *)(y + i) = *(const vec *)(x + i) * factor * *(const vec *)(weight + i);
+    }
+}
+
 /* Rotates queries and keys of qkv [rows, heads + 2 * kv_heads, dim] in place by cos and signed
  * sin [rows, dim], and stores keys and values at the rows `slots` [rows] of the caches
  * [.., kv_heads, dim]. dim is a multiple of 2 * LANES. */

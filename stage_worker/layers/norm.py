@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Norm(Protocol):
+    """[n, hidden] -> [n, hidden]."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class RMSNorm:

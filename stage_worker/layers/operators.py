@@ -15,6 +15,7 @@ from torch import Tensor
 from stage_worker.layers.attention.backend import AttentionBackend
 from stage_worker.layers.attention.torch_native import TorchNativeAttention
 from stage_worker.layers.linear import Linear, make_linear
+from stage_worker.layers.norm import Norm, RMSNorm
 
 
 class Operators(Protocol):
@@ -28,6 +29,10 @@ class Operators(Protocol):
         self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> AttentionBackend:
         """Attention of this rank's heads."""
+        ...
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm:
+        """Root mean square normalization by weight [hidden]."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -51,6 +56,10 @@ class TorchOperators:
     ) -> AttentionBackend:
         """See `Operators.attention`."""
         return TorchNativeAttention(num_heads, num_kv_heads)
+
+    def rms_norm(self, weight: Tensor, eps: float) -> Norm:
+        """See `Operators.rms_norm`."""
+        return RMSNorm(weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `Operators.silu_mul`."""

@@ -15,7 +15,6 @@ from services.topology.weights import WeightSpec, kv_heads_per_rank, layer_weigh
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import AttentionMetadata
 from stage_worker.layers.context import LayerContext
-from stage_worker.layers.norm import RMSNorm
 from stage_worker.layers.rotary import RotaryRows
 from stage_worker.weights import WeightReader
 
@@ -116,9 +115,10 @@ class LlamaLayer:
         self, facts: ModelFacts, layer: int, context: LayerContext, reader: WeightReader
     ) -> None:
         tensors = LayerTensors(facts, layer, reader)
-        self._input_norm = RMSNorm(tensors.weight("input_layernorm"), facts.rms_norm_eps)
+        norm = context.operators.rms_norm
+        self._input_norm = norm(tensors.weight("input_layernorm"), facts.rms_norm_eps)
         self._attention = LlamaAttention(tensors, facts, context)
-        self._mlp_norm = RMSNorm(tensors.weight("post_attention_layernorm"), facts.rms_norm_eps)
+        self._mlp_norm = norm(tensors.weight("post_attention_layernorm"), facts.rms_norm_eps)
         self._mlp = LlamaMLP(tensors, context)
 
     def __call__(

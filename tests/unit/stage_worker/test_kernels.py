@@ -17,6 +17,7 @@ from stage_worker.kernels.native import NativeLinear, NativeOperators
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import RowSpan, build_metadata
 from stage_worker.layers.linear import PlainLinear
+from stage_worker.layers.norm import RMSNorm
 from stage_worker.layers.operators import TorchOperators
 from stage_worker.layers.rotary import RotaryTable
 from stage_worker.platforms.cpu import CpuPlatform
@@ -61,6 +62,16 @@ def test_silu_mul(width: int) -> None:
     torch.testing.assert_close(got, F.silu(gate) * up, atol=1e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("width", [8, 576])
+def test_rms_norm(width: int) -> None:
+    x, weight = torch.randn(5, width) * 10, torch.rand(width)
+    x[0] = 0.0
+    got = NativeOperators(1, TORCH).rms_norm(weight, 1e-5)(x).double()
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=2e-6)
+
+
 def test_queries_and_keys_are_rotated_and_stored_as_torch_does() -> None:
     heads, kv_heads, dim, block_size = 6, 2, 32, 4
     tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32).numpy()
@@ -83,6 +94,7 @@ def test_queries_and_keys_are_rotated_and_stored_as_torch_does() -> None:
 def test_what_the_kernels_do_not_take_goes_to_torch() -> None:
     operators = NativeOperators(1, TORCH)
     assert isinstance(operators.linear(torch.randn(8, 4).bfloat16(), None), PlainLinear)
+    assert isinstance(operators.rms_norm(torch.ones(7), 1e-5), RMSNorm)
     odd = torch.randn(3, 2 * 7)
     torch.testing.assert_close(operators.silu_mul(odd.clone()), TORCH.silu_mul(odd.clone()))
     for head_dim, dtype in ((24, torch.float32), (64, torch.float16)):
