@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import against_transformers, start_up
+from benchmarks import against_transformers, cpu_linear, start_up
 
 BENCHMARKS = {
     "start-up": start_up.main,
+    "cpu-linear": cpu_linear.main,
     "against-transformers": against_transformers.main,
 }
 

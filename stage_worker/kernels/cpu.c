@@ -20,12 +20,12 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define ROWS 6
 /* Inputs of so many bytes stay in the second-level cache while all panels pass by. */
 #define CHUNK_BYTES (192 * 1024)
-/* Panels are read once, in order: so many floats ahead hides the memory's latency. */
-#define AHEAD 512
 
+/* `soon` is where the next panel begins to be fetched from, `step` floats for each input: several
+ * passes over one panel share the fetching of the next, so that memory is never idle. */
 #define DEFINE_PANEL(M)                                                                           \
     static void panel_##M(const float *x, size_t in, const float *w, const float *bias, float *y, \
-                          size_t stride) {                                                        \
+                          size_t stride, const float *soon, size_t step) {                        \
         vec low[M], high[M];                                                                      \
         for (int m = 0; m < M; m++) {                                                             \
             low[m] = *(const vec *)bias;                                                          \
@@ -33,7 +33,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
         }                                                                                         \
         for (size_t k = 0; k < in; k++) {                                                         \
             vec w0 = *(const vec *)(w + k * PANEL), w1 = *(const vec *)(w + k * PANEL + LANES);   \
-            __builtin_prefetch(w + k * PANEL + AHEAD);                                            \
+            __builtin_prefetch(soon + k * step, 0, 2);                                            \
             _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                 \
                 float s = x[m * in + k];                                                          \
                 low[m] += w0 * s;                                                                 \
@@ -53,14 +53,14 @@ DEFINE_PANEL(5)
 DEFINE_PANEL(6)
 
 static void panel(int rows, const float *x, size_t in, const float *w, const float *bias, float *y,
-                  size_t stride) {
+                  size_t stride, const float *soon, size_t step) {
     switch (rows) {
-    case 1: panel_1(x, in, w, bias, y, stride); break;
-    case 2: panel_2(x, in, w, bias, y, stride); break;
-    case 3: panel_3(x, in, w, bias, y, stride); break;
-    case 4: panel_4(x, in, w, bias, y, stride); break;
-    case 5: panel_5(x, in, w, bias, y, stride); break;
-    default: panel_6(x, in, w, bias, y, stride);
+    case 1: panel_1(x, in, w, bias, y, stride, soon, step); break;
+    case 2: panel_2(x, in, w, bias, y, stride, soon, step); break;
+    case 3: panel_3(x, in, w, bias, y, stride, soon, step); break;
+    case 4: panel_4(x, in, w, bias, y, stride, soon, step); break;
+    case 5: panel_5(x, in, w, bias, y, stride, soon, step); break;
+    default: panel_6(x, in, w, bias, y, stride, soon, step);
     }
 }
 
@@ -75,17 +75,18 @@ static void panel_rows(const float *x, size_t rows, size_t in, const float *w, c
         memcpy(padded, bias, width * sizeof(float));
         bias = padded;
     }
-    size_t blocks = (rows + ROWS - 1) / ROWS;
+    size_t blocks = (rows + ROWS - 1) / ROWS, step = blocks < PANEL ? PANEL / blocks : 1;
     for (size_t block = 0; block < blocks; block++) {
         /* Even blocks: 8 rows are 4 and 4, not 6 and 2. */
         size_t start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
         const float *from = x + start * in;
         float *to = y + start * stride;
+        const float *soon = w + in * PANEL + in * block / blocks * PANEL;
         if (width == PANEL) {
-            panel((int)count, from, in, w, bias, to, stride);
+            panel((int)count, from, in, w, bias, to, stride, soon, step);
             continue;
         }
-        panel((int)count, from, in, w, bias, part, PANEL);
+        panel((int)count, from, in, w, bias, part, PANEL, soon, step);
         for (size_t m = 0; m < count; m++)
             memcpy(to + m * stride, part + m * PANEL, width * sizeof(float));
     }

@@ -118,7 +118,16 @@ class NativeOperators:
 class NativeLinear:
     """Weight in panels of output features, each read once, in order. float32 on the CPU only."""
 
-    __slots__ = ("_bias", "_function", "_in", "_num_threads", "_out", "_panels", "_pointers")
+    __slots__ = (
+        "_bias",
+        "_function",
+        "_in",
+        "_num_bytes",
+        "_num_threads",
+        "_out",
+        "_panels",
+        "_pointers",
+    )
 
     def __init__(
         self, library: Library, weight: Tensor, bias: Tensor | None, num_threads: int
@@ -133,6 +142,8 @@ class NativeLinear:
             padded[: self._out] = weight
         self._panels = padded.view(panels, library.panel, self._in).transpose(1, 2).contiguous()
         self._bias = None if bias is None else bias.contiguous()
+        # As plain weights; the filling of the last panel is not counted.
+        self._num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self._pointers = (
             self._panels.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -158,7 +169,7 @@ class NativeLinear:
 
     @property
     def num_bytes(self) -> int:
-        return self._panels.nbytes + (0 if self._bias is None else self._bias.nbytes)
+        return self._num_bytes
 
     @property
     def keeps_weight(self) -> bool:
