@@ -26,6 +26,7 @@ from services.topology.facts import MeshShape
 from stagemesh.v1 import topology_pb2
 
 STORE_BACKLOG = 1024
+TOKEN_DTYPE = torch.int64
 
 
 class PeerLost(Exception):
@@ -75,6 +76,11 @@ class DataPlane:
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._previous: int | None = None
         self._next: int | None = None
+        self._token_group: dist.ProcessGroup | None = None
+        self._sampler: int | None = None
+        """The rank that samples, where this one needs its tokens and is another."""
+        self._token_takers: tuple[int, ...] = ()
+        """The ranks that need the tokens of this one."""
         self.tensor_parallel_group: dist.ProcessGroup | None = None
 
     def open_store(self) -> str:
@@ -127,6 +133,7 @@ class DataPlane:
                 timeout=timeout,
             )
             self.tensor_parallel_group = self._form_tensor_parallel(shape, pp_rank, timeout)
+            self._form_token_return(shape, rank, timeout)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
                 f"forming the groups of epoch {epoch} over the store at {store_address} failed: "
@@ -158,6 +165,51 @@ class DataPlane:
             if stage == pp_rank:
                 mine = group
         return mine
+
+    def _form_token_return(self, shape: MeshShape, rank: int, timeout: timedelta) -> None:
+        """The edge from the rank that samples to the ranks of stage 0.
+
+        A group of its own: NCCL and HCCL run what two ranks exchange in one group in one
+        order, and a receive that is posted ahead would stand before the send it depends on.
+        """
+        sampler = shape.global_rank(shape.pp_size - 1, 0)
+        takers = tuple(
+            taker for taker in range(shape.global_rank(0, 0), shape.tp_size) if taker != sampler
+        )
+        self._token_group = self._sampler = None
+        self._token_takers = ()
+        if not takers:
+            return
+        group = dist.new_group([*takers, sampler], timeout=timeout)
+        if rank == sampler:
+            self._token_group, self._token_takers = group, takers
+        elif rank in takers:
+            self._token_group, self._sampler = group, sampler
+
+    def post_token_receive(self, num_tokens: int) -> PendingReceive:
+        """Posts the receive of the tokens [num_tokens] int64 that a step samples; nothing on
+        ranks that do not need them or sample them. Raises `PeerLost`."""
+        if self._sampler is None or num_tokens == 0:
+            return NOTHING
+        tokens = torch.empty(num_tokens, dtype=TOKEN_DTYPE, device=self._device)
+        try:
+            work = dist.irecv(tokens, src=self._sampler, group=self._token_group)
+        except RuntimeError as error:
+            raise PeerLost(f"posting a receive failed: {first_line(error)}") from error
+        if work is None:
+            raise PeerLost("this rank is not in the group that it receives tokens from")
+        return PendingReceive((tokens,), (work,), self._timeout)
+
+    def return_tokens(self, tokens: torch.Tensor, max_pending: int) -> None:
+        """Sends sampled tokens [m] int64 to stage 0; see `send`."""
+        try:
+            for taker in self._token_takers:
+                work = dist.isend(tokens, dst=taker, group=self._token_group)
+                if work is not None:
+                    self._sends.append((work, tokens))
+            self._wait_for_sends(max_pending)
+        except RuntimeError as error:
+            raise PeerLost(f"returning tokens to stage 0 failed: {first_line(error)}") from error
 
     def post_receive(self, schema: topology_pb2.BoundarySchema, num_tokens: int) -> PendingReceive:
         """Posts the receives of one step: per tensor [num_tokens, *trailing_shape].
@@ -204,17 +256,20 @@ class DataPlane:
                 work = dist.isend(tensor, dst=self._next)
                 if work is not None:
                     self._sends.append((work, tensor))
-            while len(self._sends) > max_pending:
-                work, _ = self._sends[0]
-                work.wait(self._timeout)
-                self._sends.popleft()
+            self._wait_for_sends(max_pending)
         except RuntimeError as error:
             raise PeerLost(f"sending to the next stage failed: {first_line(error)}") from error
+
+    def _wait_for_sends(self, max_pending: int) -> None:
+        while len(self._sends) > max_pending:
+            work, _ = self._sends[0]
+            work.wait(self._timeout)
+            self._sends.popleft()
 
     def leave(self) -> None:
         """Leaves the present epoch's groups, if there are any."""
         self._sends.clear()
-        self.tensor_parallel_group = None
+        self.tensor_parallel_group = self._token_group = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

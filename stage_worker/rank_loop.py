@@ -33,6 +33,7 @@ from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.platforms import select_platform
 from stage_worker.rank_arguments import RankArguments
+from stage_worker.references import ReturnedTokens
 from stage_worker.runner import StageRunner
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 
@@ -51,6 +52,8 @@ class QueuedStep:
 
     step: step_pb2.Step
     receive: PendingReceive
+    tokens: PendingReceive
+    """What the step samples, where this rank may need it and another samples it."""
 
 
 class RankLoop:
@@ -76,6 +79,7 @@ class RankLoop:
             rank=arguments.tp_rank, timeout_seconds=arguments.step_timeout_seconds
         )
         self._runner: StageRunner | None = None
+        self._returned = ReturnedTokens()
         self._epoch = 0
         self._last_step_id = 0
         self._failed = False
@@ -114,7 +118,7 @@ class RankLoop:
 
     def _post(self, step: step_pb2.Step) -> QueuedStep:
         """Posts the step's receives before its turn comes, so that the sender never waits."""
-        receive = NOTHING
+        receive = tokens = NOTHING
         runner = self._runner
         if runner is not None and step.epoch == self._epoch and not self._failed:
             num_tokens = sum(len(row.token_ids) for row in step.rows)
@@ -122,11 +126,14 @@ class RankLoop:
                 # A step of more tokens is refused in its turn; nothing is allocated for it.
                 if num_tokens <= runner.max_num_batched_tokens:
                     receive = self._plane.post_receive(runner.boundary_in, num_tokens)
+                    if step.returns_tokens:
+                        num_sampled = sum(row.num_sampled for row in step.rows)
+                        tokens = self._plane.post_token_receive(num_sampled)
             except PeerLost as error:
                 self._fail(error, "PEER_LOST", step.step_id)
             except StagemeshError as error:
                 self._fail(error, error.reason, step.step_id)
-        return QueuedStep(step, receive)
+        return QueuedStep(step, receive, tokens)
 
     # On the heartbeat thread.
 
@@ -210,6 +217,7 @@ class RankLoop:
         self._tensor_parallel.group = self._plane.tensor_parallel_group
         if self._runner is not None:
             self._runner.reset()
+        self._returned.clear()
         self._epoch = request.epoch
         self._last_step_id = 0
         self._failed = False
@@ -266,11 +274,16 @@ class RankLoop:
             )
         prepared = self._runner.prepare(step)
         prepared_ns = time.monotonic_ns()
+        self._returned.expect(step.step_id, queued.tokens)
         received = queued.receive.wait()
+        returned = self._returned.wait(prepared.referred)
         received_ns = time.monotonic_ns()
-        output = self._runner.compute(prepared, received)
+        output = self._runner.compute(prepared, received, returned)
         self._platform.synchronize()
         computed_ns = time.monotonic_ns()
+        if output.returned is not None:
+            self._returned.put(step.step_id, output.returned)
+            self._plane.return_tokens(output.returned, MAX_PENDING_SENDS)
         self._plane.send(output.sent, MAX_PENDING_SENDS)
         sent_ns = time.monotonic_ns()
         clock = step_pb2.StageClock(

@@ -5,13 +5,15 @@ activations or sampled tokens.
     report = runner.load(on_progress)
     output = runner.run(step, received)      # or prepare(step), then compute(prepared, received)
 
+A step that refers to sampled tokens takes `prepare`, then `compute` with those tokens.
+
 Single-threaded. Does no sending or receiving between stages and keeps no clock.
 A step that only releases slots has no tensors: nothing crosses for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,6 +28,7 @@ from stage_worker.layers.attention.metadata import AttentionMetadata, RowSpan, b
 from stage_worker.layers.rotary import RotaryRows
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.platforms.base import Platform
+from stage_worker.references import ReferredTokens
 from stage_worker.sampler import DrawRequest, Sampler
 from stage_worker.slots import SlotLimits, SlotTable
 from stage_worker.stage_model import StageModel
@@ -33,6 +36,7 @@ from stage_worker.weights import Progress
 from stagemesh.v1 import stage_worker_pb2, step_pb2, topology_pb2
 
 HIDDEN_STATES = "hidden_states"
+NOT_SAMPLED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,10 @@ class PreparedStep:
     sampled_indices: Tensor | None
     """[m] int64: tokens whose logits are needed; only on the last stage."""
     draws: tuple[DrawRequest, ...]
+    referred: tuple[ReferredTokens, ...] = ()
+    """Query tokens that earlier steps sample; only on the first stage."""
+    num_returned: int = 0
+    """Sampled tokens that go to stage 0; only on TP rank 0 of the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,9 @@ class StageOutput:
     """For the next stage, as `boundary_out` says; empty on the last one."""
     rows: list[step_pb2.ResultRow]
     """Only on TP rank 0 of the last stage."""
+    returned: Tensor | None = None
+    """[m] int64: the tokens that later steps may refer to, where `rows` are and the step asks
+    for it. A token that was not accepted is `NOT_SAMPLED`."""
 
 
 class StageRunner:
@@ -148,6 +159,8 @@ class StageRunner:
             self._model.device,
         )
         sampled, draws = self._draws(step, spans) if self._model.is_last else (None, ())
+        referred = self._slots.references.resolve(step.rows) if self._model.is_first else ()
+        samples = step.returns_tokens and bool(draws)
         return PreparedStep(
             step.step_id,
             len(positions),
@@ -156,16 +169,26 @@ class StageRunner:
             metadata,
             sampled,
             draws,
+            referred,
+            sum(row.num_sampled for row in step.rows) if samples else 0,
         )
 
     @torch.inference_mode()
-    def compute(self, prepared: PreparedStep, received: Sequence[Tensor]) -> StageOutput:
-        """Runs a prepared step. Raises `StageFailed` where a received tensor has
-        another shape than the step says."""
+    def compute(
+        self,
+        prepared: PreparedStep,
+        received: Sequence[Tensor],
+        returned: Mapping[int, Tensor] | None = None,
+    ) -> StageOutput:
+        """Runs a prepared step. `returned` holds the sampled tokens of the steps that are
+        referred to. Raises `StageFailed` where a received tensor has another shape than the step
+        says."""
         if prepared.rotary is None or prepared.metadata is None:
             return StageOutput((), [])
         if prepared.token_ids is not None:
-            hidden_states = self._model.embed(prepared.token_ids)
+            hidden_states = self._model.embed(
+                self._query_tokens(prepared.token_ids, prepared.referred, returned or {})
+            )
         else:
             hidden_states = self._received(prepared, received)
         hidden_states = self._model.forward(hidden_states, prepared.rotary, prepared.metadata)
@@ -176,7 +199,27 @@ class StageRunner:
         logits = self._model.logits(hidden_states, prepared.sampled_indices)
         if self._tp_rank != 0:
             return StageOutput((), [])
-        return StageOutput((), self._sampler(logits, prepared.draws))
+        rows = self._sampler(logits, prepared.draws)
+        return StageOutput((), rows, self._returned(prepared, rows))
+
+    def _query_tokens(
+        self, token_ids: Tensor, referred: Sequence[ReferredTokens], returned: Mapping[int, Tensor]
+    ) -> Tensor:
+        for group in referred:
+            tokens = returned[group.step_id].to(self._model.device)
+            offsets = self._on_device(group.offsets)
+            token_ids[self._on_device(group.query_indices)] = tokens[offsets]
+        return token_ids
+
+    def _returned(
+        self, prepared: PreparedStep, rows: Sequence[step_pb2.ResultRow]
+    ) -> Tensor | None:
+        if prepared.num_returned == 0:
+            return None
+        tokens = np.full(prepared.num_returned, NOT_SAMPLED, np.int64)
+        for draw, row in zip(prepared.draws, rows, strict=True):
+            tokens[draw.first_logit : draw.first_logit + len(row.token_ids)] = row.token_ids
+        return self._on_device(tokens)
 
     def _received(self, prepared: PreparedStep, received: Sequence[Tensor]) -> Tensor:
         expected = (prepared.num_tokens, self._model.facts.hidden_size)

@@ -18,6 +18,7 @@ import torch
 
 from services.errors import StageFailed
 from stage_worker.layers.attention.metadata import RowSpan
+from stage_worker.references import ReferenceBook
 from stage_worker.sampler import SamplingState
 from stagemesh.v1 import step_pb2
 
@@ -68,6 +69,7 @@ class SlotTable:
         self._device = device
         self._keeps_sampling = keeps_sampling
         self._slots: dict[int, Slot] = {}
+        self.references = ReferenceBook()
         self.block_table = torch.zeros(
             (limits.max_num_seqs, limits.max_blocks_per_seq), dtype=torch.int32
         )
@@ -80,6 +82,7 @@ class SlotTable:
     def clear(self) -> None:
         """Empties all slots: a new epoch."""
         self._slots.clear()
+        self.references.clear()
 
     def apply(self, step: step_pb2.Step) -> list[RowSpan]:
         """Applies releases, starts and rows, and returns the rows' spans.
@@ -96,6 +99,7 @@ class SlotTable:
                     start, self._limits.vocab_size, self._device
                 )
             self._slots[start.slot] = entry
+        self.references.record(step)
         return [self._apply_row(row) for row in step.rows]
 
     def _apply_row(self, row: step_pb2.StepRow) -> RowSpan:
@@ -140,7 +144,10 @@ class SlotTable:
                 yield f"row {index} is the second one of slot {row.slot}"
             seen.add(row.slot)
             entry = Slot() if row.slot in started else self._slots[row.slot]
-            for problem in self._row_problems(row, entry):
+            problems = chain(
+                self._row_problems(row, entry), self.references.problems(step.step_id, row)
+            )
+            for problem in problems:
                 yield f"row {index} (slot {row.slot}) {problem}"
         yield from self._token_problems(step)
 
@@ -157,8 +164,6 @@ class SlotTable:
         limits = self._limits
         num_tokens = len(row.token_ids)
         end = row.position + num_tokens
-        if row.references:
-            yield "holds token references, which are not scheduled by this version"
         if num_tokens == 0:
             yield "has no query token"
         if row.num_sampled > num_tokens:

@@ -86,18 +86,20 @@ class StepRow(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., references: _Optional[_Iterable[_Union[QueryReference, _Mapping]]] = ..., new_block_ids: _Optional[_Iterable[int]] = ..., num_sampled: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("epoch", "step_id", "released_slots", "starts", "rows")
+    __slots__ = ("epoch", "step_id", "released_slots", "starts", "rows", "returns_tokens")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     released_slots: _containers.RepeatedScalarFieldContainer[int]
     starts: _containers.RepeatedCompositeFieldContainer[SlotStart]
     rows: _containers.RepeatedCompositeFieldContainer[StepRow]
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[_Union[SlotStart, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ...) -> None: ...
+    returns_tokens: bool
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[_Union[SlotStart, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[StepRow, _Mapping]]] = ..., returns_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

@@ -90,7 +90,7 @@ REFUSED = {
     "33 query tokens, above 32": step_pb2.Step(
         starts=[start(0)], rows=[row(0, 0, 32, new_block_ids=[6, 7, 8, 9])]
     ),
-    "token references, which are not scheduled": step_pb2.Step(
+    "of step 0, which does not return": step_pb2.Step(
         rows=[row(1, 10, 1, references=[step_pb2.QueryReference(query_index=0)])]
     ),
 }
