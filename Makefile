@@ -20,7 +20,7 @@ SERVE_STAMP := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 
 .NOTPARALLEL:
-.PHONY: help serve install install-test model test test-system proto check-proto lint format types check-aarch64 bench clean
+.PHONY: help serve install install-test model test test-system proto check-proto docs check-docs lint format types check-aarch64 bench clean
 
 help:
 	@echo "make serve         install, fetch the demo model, serve it on two stages"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-system   tests that need root: network namespaces, Debian packages"
 	@echo "make lint types    ruff; mypy"
 	@echo "make proto         generate the stubs; make check-proto: style, drift, breaking changes"
+	@echo "make docs          write the pages made from tables; make check-docs: they are up to date"
 	@echo "make check-aarch64 every extra resolves to aarch64 wheels"
 	@echo "make bench         benchmarks"
 	@echo "make clean         remove what was built (the model cache stays)"
@@ -57,6 +58,12 @@ check-proto: $(TEST_STAMP)
 	$(BIN)/python -m tools.protos lint
 	$(BIN)/python -m tools.protos drift
 	$(BIN)/python -m tools.protos breaking
+
+docs: $(TEST_STAMP)
+	$(BIN)/python -m tools.documents generate
+
+check-docs: $(TEST_STAMP)
+	$(BIN)/python -m tools.documents drift
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.topology.additional_config import NO_ADDITIONAL_CONFIG, AdditionalConfig
+from services.topology.kv_transfer import KvTransferConfig
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 8001
@@ -64,6 +67,11 @@ class ServeConfig:
     device: str = "auto"
     enforce_eager: bool = False
     trust_remote_code: bool = False
+    prefill_context_parallel_size: int = 1
+    additional_config: AdditionalConfig = NO_ADDITIONAL_CONFIG
+    kv_transfer_config: KvTransferConfig | None = None
+    interconnect: str = "auto"
+    """What joins the devices of different nodes, as the user says: "auto", "hccs" or "roce"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ServeConfig
+from services.errors import ModelError
 from services.launch.devices import resolve_device
 from services.topology.checkpoint import check_weights, inspect_checkpoint
+from services.topology.compatibility import broken_rules, check_compatibility, request_of
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.families import (
-    check_topology,
     read_model_facts,
     resolve_dtype,
     resolve_max_model_len,
 )
 from services.topology.fingerprint import build_fingerprint
-from services.topology.partition import resolve_partition
+from services.topology.partition import check_stage_count, resolve_partition
 from services.topology.placement import (
     NodeDevices,
     StagePlacement,
@@ -28,6 +29,7 @@ from services.topology.placement import (
     place,
     ranks_per_node,
 )
+from services.topology.planfacts import read_planned_model
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import stage_worker_pb2, topology_pb2
 
@@ -69,8 +71,10 @@ def make_plan(
     here, and device indices are handed out when workers join.
     Raises `ModelError`, `PartitionError` or `ConfigError`, each naming what to change.
     """
-    facts = read_model_facts(model_path)
-    check_topology(facts, config.tensor_parallel_size, config.pipeline_parallel_size)
+    facts = _served_facts(config, model_path)
+    check_stage_count(facts.num_hidden_layers, config.pipeline_parallel_size)
+    device, num_devices = _devices(config, own_devices)
+    check_compatibility(request_of(config, facts=facts, device=device))
     partition = resolve_partition(
         facts.num_hidden_layers,
         config.pipeline_parallel_size,
@@ -84,18 +88,23 @@ def make_plan(
         pp_size=config.pipeline_parallel_size,
         pp_layer_partition=partition,
     )
-    device, num_devices, placements = _place(config, shape, node, own_devices)
+    placements = _place(config, shape, NodeDevices(config.node_rank, node, device, num_devices))
     dtype = resolve_dtype(config.dtype, facts, device)
     max_model_len = resolve_max_model_len(config.max_model_len, facts)
     fingerprint = build_fingerprint(
-        checkpoint, shape, dtype=dtype, block_size=config.block_size, nnodes=config.nnodes
+        checkpoint,
+        shape,
+        dtype=dtype,
+        block_size=config.block_size,
+        nnodes=config.nnodes,
+        interconnect=config.interconnect,
     )
     return MeshPlan(
         facts=facts,
         shape=shape,
         placements=placements,
         device=device,
-        num_devices=num_devices,
+        num_devices=num_devices or 0,
         dtype=dtype,
         max_model_len=max_model_len,
         fingerprint=fingerprint,
@@ -116,15 +125,34 @@ def make_plan(
     )
 
 
-def _place(
-    config: ServeConfig, shape: MeshShape, node: str, own_devices: bool
-) -> tuple[str, int, tuple[StagePlacement, ...]]:
-    """(device kind, devices of this node, placements on all nodes)."""
-    if not own_devices:
-        kind = resolve_device("auto")[0] if config.device == "auto" else config.device
-        return kind, 0, place(shape, [NodeDevices(0, node, kind, None)])
-    kind, num_devices = resolve_device(config.device, config.cpu_devices)
+def _served_facts(config: ServeConfig, model_path: Path) -> ModelFacts:
+    """What is known of a model that is served. A rule that another one would break as well is
+    said with the refusal, so that nobody prepares a layout that will be refused later."""
+    try:
+        return read_model_facts(model_path)
+    except ModelError as error:
+        try:
+            planned = read_planned_model(model_path / "config.json")
+        except ModelError:
+            raise error from None
+        broken = broken_rules(request_of(config, facts=planned.facts))
+        besides = "".join(f". Besides, {rule.message}" for rule in broken)
+        raise ModelError(error.message + besides, param=error.param) from None
+
+
+def _devices(config: ServeConfig, own_devices: bool) -> tuple[str, int | None]:
+    """(device kind, devices of this node); None where others start the workers."""
+    if own_devices:
+        return resolve_device(config.device, config.cpu_devices)
+    return (resolve_device("auto")[0] if config.device == "auto" else config.device), None
+
+
+def _place(config: ServeConfig, shape: MeshShape, own: NodeDevices) -> tuple[StagePlacement, ...]:
+    """Placements on all nodes; on one of any size where its devices are not known."""
+    if own.num_devices is None:
+        return place(shape, [own])
     share = ranks_per_node(shape, config.nnodes)
-    check_devices(shape, share, kind, num_devices, f"node {config.node_rank} ({node})")
-    nodes = [NodeDevices(rank, f"node {rank}", kind, share) for rank in range(config.nnodes)]
-    return kind, num_devices, place(shape, nodes)
+    where = f"node {own.node_rank} ({own.node})"
+    check_devices(shape, share, own.device, own.num_devices, where)
+    nodes = [NodeDevices(rank, f"node {rank}", own.device, share) for rank in range(config.nnodes)]
+    return place(shape, nodes)

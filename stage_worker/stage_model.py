@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from services.errors import ConfigError
+from services.topology.compatibility import check_topology
 from services.topology.facts import DTYPE_BYTES, ModelFacts
-from services.topology.families import check_topology, read_model_facts
+from services.topology.families import read_model_facts
 from services.topology.weights import (
     WeightSpec,
     embedding_weight,

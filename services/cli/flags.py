@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from services.cli import values
+from services.cli import json_values, values
 from services.cli.values import Parser
 from services.config import DEFAULT_MASTER_PORT
+from services.topology.compatibility import INTERCONNECTS
 
 
 class Arity(Enum):
@@ -40,6 +41,8 @@ class Flag:
     """Variable that is read where neither command line nor file says anything."""
     hidden: bool = False
     """Between Stagemesh's own processes; not in the help."""
+    is_object: bool = False
+    """A JSON object; in a YAML file also a mapping."""
 
     @property
     def field(self) -> str:
@@ -250,6 +253,38 @@ SERVE_GROUPS = (
                 values.switch,
                 "run operators one by one (always so in this version: no graphs are captured)",
                 arity=Arity.SWITCH,
+            ),
+        ),
+    ),
+    FlagGroup(
+        "what vLLM Ascend combines (docs/compatibility.md)",
+        (
+            Flag(
+                ("--prefill-context-parallel-size",),
+                values.positive_integer,
+                "ranks that share a prompt's tokens; above 1 is refused: not served yet",
+            ),
+            Flag(
+                ("--additional-config",),
+                json_values.additional_config,
+                "vLLM Ascend's options as JSON; what would switch something on is refused: "
+                "not served yet (default: {})",
+                metavar="JSON",
+                is_object=True,
+            ),
+            Flag(
+                ("--kv-transfer-config",),
+                json_values.kv_transfer_config,
+                "vLLM's KV transfer as JSON; a connector is refused: not served yet (default: {})",
+                metavar="JSON",
+                is_object=True,
+            ),
+            Flag(
+                ("--interconnect",),
+                values.one_of(*INTERCONNECTS),
+                "what joins the NPUs of different nodes; it is checked, not configured: HCCL "
+                "chooses its links by its own variables",
+                metavar="{auto,hccs,roce}",
             ),
         ),
     ),

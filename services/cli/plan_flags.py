@@ -72,6 +72,15 @@ PLAN_GROUPS = (
         ),
     ),
     FlagGroup(
+        "what vLLM Ascend combines (docs/compatibility.md)",
+        _of_serve(
+            "--prefill-context-parallel-size",
+            "--additional-config",
+            "--kv-transfer-config",
+            "--interconnect",
+        ),
+    ),
+    FlagGroup(
         "output",
         (Flag(("--json",), values.switch, "print the plan as JSON", arity=Arity.SWITCH),),
     ),

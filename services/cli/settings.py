@@ -18,6 +18,8 @@ from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
 from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
+from services.errors import ConfigError
+from services.topology.compatibility import check_compatibility, request_of
 from services.topology.plan_result import PlanSettings
 
 MAX_CONFIG_FILE_BYTES = 1 << 20
@@ -29,11 +31,16 @@ def serve_config(
     groups: Sequence[FlagGroup],
     environment: Mapping[str, str],
 ) -> ServeConfig:
-    """The config of `serve` and `gateway`. Raises `UsageError`."""
+    """The config of `serve` and `gateway`. Raises `UsageError`, also for what cannot be combined
+    whatever the model: that is known before one is looked for."""
     fields, model = _merge(command, arguments, groups, environment, Positional("MODEL", ""))
     config = ServeConfig(model=_required(command, model), **fields)
     _check_nodes(command, config)
     _check_ports_differ(command, config)
+    try:
+        check_compatibility(request_of(config))
+    except ConfigError as error:
+        raise UsageError(error.message, param=error.param) from None
     return config
 
 
@@ -131,6 +138,7 @@ def read_config_file(
     if not isinstance(content, dict):
         raise UsageError(f"--config {path} must be a mapping of flag names to values")
     known = {flag.field for flag in flags} | set(extra)
+    objects = {flag.field for flag in flags if flag.is_object}
     result: dict[str, Raw] = {}
     for key, value in content.items():
         field = str(key).replace("-", "_")
@@ -139,7 +147,8 @@ def read_config_file(
         if field in result:
             raise UsageError(f"--config {path} says {field} twice (with dash and underscore)")
         if value is not None:
-            result[field] = _plain(path, str(key), value)
+            is_object = field in objects and isinstance(value, dict)
+            result[field] = value if is_object else _plain(path, str(key), value)
     return result
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 
 from services.ranges import MAX_BYTES, MAX_COUNT, MAX_PORT, MAX_SEED, MAX_TOKENS
 
-Raw = str | int | float | bool | Sequence[str | int | float]
-"""A string from the command line, or a scalar or list from YAML."""
+Raw = str | int | float | bool | Sequence[str | int | float] | Mapping[str, object]
+"""A string from the command line, or what YAML has: a scalar, a list, and for options that
+are JSON objects a mapping."""
 Parser = Callable[[Raw], object]
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -48,6 +49,8 @@ def text(raw: Raw) -> str:
 
 def texts(raw: Raw) -> tuple[str, ...]:
     """One or several texts; a single one need not be in a list."""
+    if isinstance(raw, Mapping):
+        raise ValueError("must be a text or a list of texts")
     items = [raw] if isinstance(raw, str | int | float) else list(raw)
     if not items:
         raise ValueError("must name at least one value")
@@ -181,7 +184,7 @@ def partition(raw: Raw) -> tuple[int, ...]:
     rule = 'must be one whole number of at least 1 per stage, like "32,29"'
     if isinstance(raw, str):
         items: Sequence[str | int | float] = raw.split(",")
-    elif isinstance(raw, bool | float):
+    elif isinstance(raw, bool | float | Mapping):
         raise ValueError(rule)
     else:
         items = [raw] if isinstance(raw, int) else raw

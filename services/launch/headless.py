@@ -10,10 +10,10 @@ import socket
 import uvloop
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
-from services.errors import StageFailed
+from services.errors import ConfigError, StageFailed, UsageError
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
-from services.mesh_plan import make_plan
+from services.mesh_plan import MeshPlan, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address, own_address_towards
 from services.telemetry.logging import setup_logging
@@ -25,22 +25,27 @@ def run(config: ServeConfig) -> int:
     """Runs this node's workers until they leave or a signal. Returns the exit code.
 
     0 after a signal or when the head has dismissed the workers; raises
-    `StageFailed` when one of them ends for another reason: its log says why.
+    `StageFailed` when one of them ends for another reason: its log says why, and
+    `UsageError` for a configuration that cannot be started.
     """
     setup_logging(process=f"node-{config.node_rank}")
     allow_late_timers(TIMER_SLACK_SECONDS)
     warning = check_master_address(config.master_addr, insecure=config.insecure)
     if warning is not None:
         log.warning("%s", warning)
-    return uvloop.run(_run(config))
+    try:
+        plan = make_plan(config, resolve_model(config.model), socket.gethostname())
+    except ConfigError as error:
+        # As at the head: what is wrong here stays wrong, and the exit code says so.
+        raise UsageError(error.message, param=error.param) from error
+    return uvloop.run(_run(config, plan))
 
 
-async def _run(config: ServeConfig) -> int:
+async def _run(config: ServeConfig, plan: MeshPlan) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop.set)
-    plan = make_plan(config, resolve_model(config.model), socket.gethostname())
     placements = plan.placements_of(config.node_rank)
     host = own_address_towards(config.master_addr)
     launcher = LocalLauncher(

@@ -18,7 +18,6 @@ from services.errors import ConfigError, ModelError
 from services.topology.configkeys import ConfigKeys
 from services.topology.facts import DTYPE_BYTES, ModelFacts, RotaryScaling
 from services.topology.jsonfile import read_json_object
-from services.topology.partition import check_stage_count
 
 TP_SIZE_FLAG = "--tensor-parallel-size"
 DTYPE_FLAG = "--dtype"
@@ -118,34 +117,13 @@ def facts_of(keys: ConfigKeys) -> ModelFacts:
 def valid_tp_sizes(facts: ModelFacts) -> tuple[int, ...]:
     """Every tensor parallel size that this model can be split into, ascending."""
     heads = facts.num_attention_heads
-    return tuple(size for size in range(1, heads + 1) if _tp_obstacle(facts, size) is None)
+    return tuple(size for size in range(1, heads + 1) if tp_obstacle(facts, size) is None)
 
 
-def check_topology(facts: ModelFacts, tp_size: int, pp_size: int) -> None:
-    """Raises unless the model can be cut into `pp_size` stages of `tp_size` ranks.
-
-    `ConfigError` with param for TP: it must divide attention heads and MLP
-    width, and either divide the KV heads or be a multiple of them (each KV head
-    is then held by several ranks). `PartitionError` for more stages than layers.
-    """
-    if tp_size < 1:
-        raise ConfigError(
-            f"tensor parallel size is {tp_size}; it must be at least 1", param=TP_SIZE_FLAG
-        )
-    obstacle = _tp_obstacle(facts, tp_size)
-    if obstacle is not None:
-        sizes = ", ".join(str(size) for size in valid_tp_sizes(facts))
-        raise ConfigError(
-            f"tensor parallel size {tp_size} {obstacle}; sizes that work for this model: {sizes}",
-            param=TP_SIZE_FLAG,
-        )
-    check_stage_count(facts.num_hidden_layers, pp_size)
-    family = FAMILIES.get(facts.architecture)
-    if pp_size > 1 and family is not None and not family.supports_pp:
-        raise ConfigError(
-            f"{facts.architecture} cannot be cut into stages; use --pipeline-parallel-size 1",
-            param="--pipeline-parallel-size",
-        )
+def family_supports_pp(architecture: str) -> bool:
+    """Whether the family's layers can be cut into stages. What is only planned can."""
+    family = FAMILIES.get(architecture)
+    return family is None or family.supports_pp
 
 
 def resolve_dtype(flag: str, facts: ModelFacts, device: str) -> str:
@@ -196,8 +174,14 @@ def resolve_max_model_len(flag: int | None, facts: ModelFacts) -> int:
     return flag
 
 
-def _tp_obstacle(facts: ModelFacts, tp_size: int) -> str | None:
-    """Why the model cannot be split over `tp_size` ranks, or None."""
+def tp_obstacle(facts: ModelFacts, tp_size: int) -> str | None:
+    """Why the model cannot be split over `tp_size` ranks, or None.
+
+    TP must divide attention heads and MLP width, and either divide the KV heads or be a
+    multiple of them (each KV head is then held by several ranks).
+    """
+    if tp_size < 1:
+        return "is not at least 1"
     if facts.num_attention_heads % tp_size:
         return f"does not divide the {facts.num_attention_heads} attention heads"
     kv_heads = facts.num_key_value_heads

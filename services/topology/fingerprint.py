@@ -50,10 +50,12 @@ def build_fingerprint(
     dtype: str,
     block_size: int,
     nnodes: int | None = None,
+    interconnect: str = "auto",
 ) -> topology_pb2.Fingerprint:
     """The fingerprint of a plan, from this node's copy of the model and its packages.
 
-    `nnodes` is None for a rank, which does not know it.
+    `nnodes` is None for a rank, which does not know it. An `interconnect` of "auto" states
+    nothing, so it is left out and agrees with whatever another side states.
     Reads config.json of the checkpoint's directory; raises `ModelError` where it cannot.
     """
     return _from_fields(
@@ -67,6 +69,7 @@ def build_fingerprint(
             ("dtype", dtype),
             ("block_size", str(block_size)),
             *(() if nnodes is None else (("nnodes", str(nnodes)),)),
+            *(() if interconnect == "auto" else (("interconnect", interconnect),)),
             *environment_fields(),
         )
     )
@@ -193,6 +196,8 @@ def _remedy(name: str) -> str:
         return "give every node the same copy of the model"
     if name == "stagemesh" or name in PACKAGES:
         return f"install the same version of {name} on every node"
+    if name == "interconnect":
+        return "state the same --interconnect on every node"
     return "restart the worker, so that it takes the head's plan"
 
 

@@ -8,8 +8,9 @@ is every sum with them. Nothing here was measured.
 
 from __future__ import annotations
 
+from services.topology.compatibility import check_compatibility, request_of
 from services.topology.facts import MeshShape, ModelFacts
-from services.topology.families import check_topology, resolve_dtype, resolve_max_model_len
+from services.topology.families import resolve_dtype, resolve_max_model_len
 from services.topology.layouts import (
     Demand,
     Layout,
@@ -18,7 +19,7 @@ from services.topology.layouts import (
     step_partition,
 )
 from services.topology.memory import StageMemory
-from services.topology.partition import resolve_partition
+from services.topology.partition import check_stage_count, resolve_partition
 from services.topology.placement import NodeDevices, place, ranks_per_node
 from services.topology.plan_result import (
     Balance,
@@ -46,10 +47,12 @@ _WORTHWHILE_SHARE = 0.01
 
 
 def make_plan(model: PlannedModel, settings: PlanSettings) -> Plan:
-    """Plans the layout. Raises `ConfigError` or `PartitionError` for one that cannot exist."""
+    """Plans the layout. Raises `ConfigError` or `PartitionError` for one that cannot exist or
+    that a rule of `services.topology.compatibility` refuses."""
     facts = model.facts
     tp_size, pp_size = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    check_topology(facts, tp_size, pp_size)
+    check_stage_count(facts.num_hidden_layers, pp_size)
+    check_compatibility(request_of(settings, facts=facts))
     partition = resolve_partition(facts.num_hidden_layers, pp_size, settings.pp_layer_partition)
     shape = MeshShape(settings.data_parallel_size, tp_size, pp_size, partition)
     layout = _layout(facts, settings, shape)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.topology.additional_config import NO_ADDITIONAL_CONFIG, AdditionalConfig
+from services.topology.kv_transfer import KvTransferConfig
 from services.topology.recommend import Advice, Recommendation
 
 
@@ -32,6 +34,10 @@ class PlanSettings:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     concurrency: int | None = None
+    prefill_context_parallel_size: int = 1
+    additional_config: AdditionalConfig = NO_ADDITIONAL_CONFIG
+    kv_transfer_config: KvTransferConfig | None = None
+    interconnect: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.errors import ConfigError, ModelError, PartitionError
+from services.topology.compatibility import check_topology
 from services.topology.facts import ModelFacts, RotaryScaling
 from services.topology.families import (
-    check_topology,
     read_model_facts,
     resolve_dtype,
     resolve_max_model_len,
@@ -238,8 +238,9 @@ def test_nine_heads_on_two_ranks_names_the_sizes_that_work() -> None:
     with pytest.raises(ConfigError) as caught:
         check_topology(SMOLLM2, 2, 1)
     assert caught.value.message == (
-        "tensor parallel size 2 does not divide the 9 attention heads; "
-        "sizes that work for this model: 1, 3"
+        "tensor parallel size 2 does not divide the 9 attention heads: every rank of a stage "
+        "computes whole heads and an equal part of the MLP; sizes that work for this model: 1, 3 "
+        "(rule tp-does-not-divide)"
     )
     assert caught.value.param == "--tensor-parallel-size"
     check_topology(SMOLLM2, 3, 30)

@@ -162,3 +162,22 @@ def test_different_fields_give_different_digests(
     one: list[tuple[str, str]], two: list[tuple[str, str]]
 ) -> None:
     assert (digest(one) == digest(two)) == (one == two)
+
+
+def test_nodes_must_not_contradict_each_other_about_their_links(model: ModelDirectory) -> None:
+    model.write_single()
+    checkpoint = inspect_checkpoint(model.path)
+    auto, hccs, roce = (
+        build_fingerprint(
+            checkpoint, SHAPE, dtype="float32", block_size=16, nnodes=2, interconnect=links
+        )
+        for links in ("auto", "hccs", "roce")
+    )
+    require_equal(auto, roce)
+    require_equal(hccs, auto)
+    with pytest.raises(FingerprintMismatch) as caught:
+        require_equal(hccs, roce)
+    assert caught.value.message == (
+        "interconnect differs: the head has hccs and the worker has roce; state the same "
+        "--interconnect on every node"
+    )

@@ -1,0 +1,67 @@
+"""Options whose value is a JSON object: text on the command line, text or a mapping in YAML.
+
+As in `services.cli.values`, a parser raises `ValueError` with what is wrong and where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NoReturn
+
+from services.cli.values import Raw
+from services.topology.additional_config import AdditionalConfig, read_additional_config
+from services.topology.kv_transfer import KvTransferConfig, read_kv_transfer_config
+
+_RULE = 'must be a JSON object, like {"key": "value"}'
+
+
+def additional_config(raw: Raw) -> AdditionalConfig:
+    """`--additional-config`."""
+    return read_additional_config(json_object(raw))
+
+
+def kv_transfer_config(raw: Raw) -> KvTransferConfig | None:
+    """`--kv-transfer-config`; None where it asks for nothing."""
+    return read_kv_transfer_config(json_object(raw))
+
+
+def json_object(raw: Raw) -> Mapping[str, object]:
+    """The object; an empty text is an empty one."""
+    if isinstance(raw, Mapping):
+        return _with_text_keys(raw)
+    if not isinstance(raw, str):
+        raise ValueError(_RULE)
+    if not raw.strip():
+        return {}
+    try:
+        content = json.loads(raw, object_pairs_hook=_once, parse_constant=_not_a_number)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(_RULE)
+    return content
+
+
+def _with_text_keys(content: Mapping[str, object]) -> Mapping[str, object]:
+    for key in content:
+        if not isinstance(key, str):
+            raise ValueError(f"has the key {key!r}; keys must be texts")
+    return content
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    content: dict[str, object] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"has the key {key} twice")
+        content[key] = value
+    return content
+
+
+def _not_a_number(name: str) -> NoReturn:
+    raise ValueError(f"holds {name}, which is not JSON")
