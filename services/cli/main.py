@@ -51,6 +51,12 @@ def _plan(argv: Sequence[str]) -> int:
     return plan(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from services.cli.doctor_command import doctor
+
+    return doctor(argv)
+
+
 def _model(argv: Sequence[str]) -> int:
     from services.cli.model_command import model
 
@@ -68,6 +74,7 @@ COMMANDS = (
     Command("gateway", "the gateway alone; stage workers on other machines join it", _gateway),
     Command("stage-worker", "one stage on this machine; joins a gateway", _stage_worker),
     Command("plan", "what a layout needs and whether it fits; starts nothing", _plan),
+    Command("doctor", "what is wrong with this node or mesh, and what to do", _doctor),
     Command("model", "fetch the demo model", _model),
     Command("version", "versions of Stagemesh and what it runs on", _version),
 )

@@ -9,10 +9,10 @@ from services.topology.partition import format_partition
 from services.topology.plan_result import Balance, Plan, PlanStage
 from services.topology.recommend import Recommendation
 from services.topology.weightcheck import WeightCheck
+from services.units import human_bytes
 
 WIDTH = 100
 _BAR_WIDTH = 56
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LABEL_WIDTH = 10
 
 
@@ -26,17 +26,6 @@ def render(name: str, plan: Plan, weights: WeightCheck) -> str:
         _advice(plan),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
-
-
-def human_bytes(num_bytes: float) -> str:
-    """At most one decimal and a binary unit: "39.9 GiB", "311 MiB", "512 B"."""
-    value, unit = float(num_bytes), _UNITS[0]
-    for larger in _UNITS[1:]:
-        if value < 1000:
-            break
-        value, unit = value / 1024, larger
-    digits = 0 if unit == _UNITS[0] or value >= 99.95 else 1
-    return f"{value:.{digits}f} {unit}"
 
 
 def _head(name: str, plan: Plan, weights: WeightCheck) -> Iterator[str]:

@@ -7,7 +7,7 @@ error names the flag or key, what was written, and what is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
 from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
+from services.doctor.request import DoctorRequest
 from services.errors import ConfigError
 from services.topology.compatibility import check_compatibility, request_of
 from services.topology.plan_result import PlanSettings
@@ -35,13 +36,27 @@ def serve_config(
     whatever the model: that is known before one is looked for."""
     fields, model = _merge(command, arguments, groups, environment, Positional("MODEL", ""))
     config = ServeConfig(model=_required(command, model), **fields)
-    _check_nodes(command, config)
-    _check_ports_differ(command, config)
+    for contradiction in contradictions(command, config):
+        raise contradiction
     try:
         check_compatibility(request_of(config))
     except ConfigError as error:
         raise UsageError(error.message, param=error.param) from None
     return config
+
+
+def doctor_request(
+    arguments: Arguments, groups: Sequence[FlagGroup], environment: Mapping[str, str]
+) -> DoctorRequest:
+    """What `doctor` is asked: the config of `serve`, and everything that `serve` would refuse
+    about it. Raises `UsageError` for an unknown flag or a file that cannot be read only."""
+    refused: list[UsageError] = []
+    fields, model = _merge(
+        "doctor", arguments, groups, environment, Positional("MODEL", ""), refused
+    )
+    as_json = bool(fields.pop("json", False))
+    config = ServeConfig(model=model or "", **fields)
+    return DoctorRequest(config, (*refused, *contradictions("serve", config)), as_json)
 
 
 def plan_request(
@@ -77,8 +92,13 @@ def _merge(
     groups: Sequence[FlagGroup],
     environment: Mapping[str, str],
     positional: Positional | None,
+    refused: list[UsageError] | None = None,
 ) -> tuple[dict[str, Any], str | None]:
-    """Checked values by field name, and the positional."""
+    """Checked values by field name, and the positional.
+
+    Raises `UsageError` for a value that its flag does not take; where `refused` is given
+    it goes there instead, and the field keeps its default.
+    """
     flags = [flag for flag in all_flags(groups) if flag is not CONFIG_FLAG]
     from_file: dict[str, Raw] = {}
     if arguments.config_file is not None:
@@ -94,7 +114,12 @@ def _merge(
             source, raw = flag.environment, environment[flag.environment]
         else:
             continue
-        fields[flag.field] = _checked(flag, source, raw)
+        try:
+            fields[flag.field] = _checked(flag, source, raw)
+        except UsageError as error:
+            if refused is None:
+                raise
+            refused.append(error)
     named = from_file.get("model")
     if named is not None and not isinstance(named, str):
         raise UsageError(f"model in {arguments.config_file} must be a text, got {named!r}")
@@ -169,27 +194,35 @@ def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> 
     return f"--config {path}: unknown key {key}{tail}"
 
 
-def _check_nodes(command: str, config: ServeConfig) -> None:
-    """Which node does what must be said without contradiction."""
+def contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
+    """Everything that single flags do not say: which node does what, and ports that differ."""
+    yield from _node_contradictions(command, config)
+    yield from _equal_ports(command, config)
+
+
+def _node_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
     if config.node_rank >= config.nnodes:
-        raise UsageError(
+        yield UsageError(
             f"--node-rank {config.node_rank} does not exist with --nnodes {config.nnodes}; "
-            f"nodes are numbered 0 to {config.nnodes - 1}"
+            f"nodes are numbered 0 to {config.nnodes - 1}",
+            param="--node-rank",
         )
     if config.node_rank > 0 and not config.headless:
-        raise UsageError(
-            f"--node-rank {config.node_rank} needs --headless: only node rank 0 runs the gateway"
+        yield UsageError(
+            f"--node-rank {config.node_rank} needs --headless: only node rank 0 runs the gateway",
+            param="--headless",
         )
     if config.headless and config.node_rank == 0:
-        raise UsageError(
+        yield UsageError(
             "--headless is for the other nodes: node rank 0 runs the gateway; give this node its "
-            "own --node-rank"
+            "own --node-rank",
+            param="--headless",
         )
     if config.headless and command == "gateway":
-        raise UsageError("--headless runs no gateway; use stagemesh serve")
+        yield UsageError("--headless runs no gateway; use stagemesh serve", param="--headless")
 
 
-def _check_ports_differ(command: str, config: ServeConfig) -> None:
+def _equal_ports(command: str, config: ServeConfig) -> Iterator[UsageError]:
     """Servers of one process cannot share a port (0 means any free one)."""
     ports = {"--port": config.port, "--grpc-port": config.grpc_port}
     if command == "gateway" or config.nnodes > 1 or config.master_port is not None:
@@ -200,5 +233,7 @@ def _check_ports_differ(command: str, config: ServeConfig) -> None:
     seen: dict[int, str] = {}
     for name, port in ports.items():
         if port != 0 and port in seen:
-            raise UsageError(f"{seen[port]} and {name} are both {port}; give them different ports")
+            yield UsageError(
+                f"{seen[port]} and {name} are both {port}; give them different ports", param=name
+            )
         seen[port] = name

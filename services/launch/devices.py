@@ -31,9 +31,14 @@ KINDS = (
 )
 
 
+def present_devices(kind: DeviceKind, dev: Path = Path("/dev")) -> int:
+    """Devices of a kind that this node has, also those that the environment hides."""
+    return sum(1 for entry in dev.iterdir() if re.fullmatch(kind.node_pattern, entry.name))
+
+
 def count_devices(kind: DeviceKind, dev: Path = Path("/dev")) -> int:
     """Devices of a kind that this process may use."""
-    present = sum(1 for entry in dev.iterdir() if re.fullmatch(kind.node_pattern, entry.name))
+    present = present_devices(kind, dev)
     visible = os.environ.get(kind.visible_env)
     if visible is None:
         return present

@@ -59,6 +59,7 @@ def test_a_failure_while_running_is_one_line_and_exit_code_1(
         ("serve", "--help"),
         ("gateway", "--help"),
         ("stage-worker", "--help"),
+        ("doctor", "--help"),
         ("model", "--help"),
         ("model", "fetch", "--help"),
         ("version", "--help"),

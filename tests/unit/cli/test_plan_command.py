@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from services.cli import main
-from services.cli.plan_text import WIDTH, human_bytes
+from services.cli.plan_text import WIDTH
 from services.config import ServeConfig
 from services.topology.plan_result import Plan, PlanSettings
+from services.units import human_bytes
 from tests.unit.topology.model_directory import ModelDirectory
 from tests.unit.topology.published_configs import DEEPSEEK_V3, write_config
 

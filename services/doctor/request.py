@@ -1,0 +1,19 @@
+"""What `stagemesh doctor` is asked. Light: the command line makes one before it imports more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.config import ServeConfig
+from services.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorRequest:
+    """The command line of `serve`, and how to look at it."""
+
+    config: ServeConfig
+    """`config.model` is empty where no model was named."""
+    problems: tuple[UsageError, ...]
+    """Flags that cannot be used or not together; `config` has defaults in their place."""
+    json: bool = False

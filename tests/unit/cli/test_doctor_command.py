@@ -1,0 +1,266 @@
+"""`stagemesh doctor` as users call it: every refusal of `serve` at once, text, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli import main
+from services.config import ServeConfig
+from services.doctor.report import WIDTH
+from services.errors import StagemeshError
+from services.mesh_plan import make_plan
+from tests.unit.topology.model_directory import ModelDirectory
+
+ROOT = Path(__file__).resolve().parents[3]
+FREE_PORTS = ("--port", "0", "--grpc-port", "0")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelDirectory:
+    directory = ModelDirectory(tmp_path / "tiny")
+    directory.write_single()
+    (directory.path / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def doctor(capfd: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[str, list[str]]]:
+    """Exit code, and what was found by check, failures alone."""
+    code = main(["doctor", *map(str, argv), *FREE_PORTS, "--json"])
+    out, err = capfd.readouterr()
+    assert err == ""
+    failed: dict[str, list[str]] = {}
+    document = json.loads(out)
+    for finding in document["findings"]:
+        if finding["outcome"] == "failed":
+            failed.setdefault(finding["check"], []).append(finding["what"])
+    assert document["healthy"] is (code == 0)
+    return code, failed
+
+
+def test_a_node_and_model_that_are_well(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["doctor", str(model.path), "-pp", "2", "--cpu-devices", "2", *FREE_PORTS])
+    out, err = capfd.readouterr()
+    assert (code, err) == (0, "")
+    assert "0 failed" in out
+    assert max(len(line) for line in out.splitlines() if str(model.path) not in line) <= WIDTH
+    for words in (
+        "TP 1 x PP 2 x DP 1 needs 2 devices",
+        "2,1: 2 stages, 3 layers",
+        "stage 1: layers 2 to 2 on 1 device",
+    ):
+        assert words in out
+
+
+def test_without_a_model_the_node_is_looked_at(capfd: pytest.CaptureFixture[str]) -> None:
+    code, failed = doctor(capfd, "-tp", 2, "--cpu-devices", 2)
+    assert (code, failed) == (0, {})
+
+
+def test_json_has_facts_and_findings(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", str(model.path), "--json", *FREE_PORTS])
+    document = json.loads(capfd.readouterr().out)
+    assert document["schema_version"] == 1
+    assert document["facts"]["host"] == socket.gethostname()
+    assert {v["name"] for v in document["facts"]["versions"]} > {"stagemesh", "torch"}
+    assert {"check", "outcome", "what", "remedy"} == set(document["findings"][0])
+
+
+def test_insufficient_resources_name_needed_and_visible_devices(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, failed = doctor(
+        capfd, model.path, "-tp", 2, "-pp", 2, "-dp", 2, "--nnodes", 2, "--cpu-devices", 3
+    )
+    assert code == 1
+    (what,) = failed["devices"]
+    assert "insufficient resources: TP 2 x PP 2 x DP 2 needs 8 devices" in what
+    assert "4 of them on node 0" in what and "which has 3 (cpu)" in what
+
+
+@pytest.mark.parametrize(
+    ("partition", "rule"),
+    [
+        ("1,1,1", "has 3 entries for 2 stages"),
+        ("2,2", "sums to 4 layers, but the model has 3"),
+        ("0,3", "at least 1 per stage"),
+        ("-1,4", "at least 1 per stage"),
+    ],
+)
+@pytest.mark.parametrize("way", ["flag", "environment"])
+def test_a_partition_is_refused_by_its_rule(
+    model: ModelDirectory,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    partition: str,
+    rule: str,
+    way: str,
+) -> None:
+    flags: tuple[str, ...] = ("-pp", "2", "--cpu-devices", "2")
+    if way == "flag":
+        flags = (*flags, "--pp-layer-partition", partition)
+    else:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    code, failed = doctor(capfd, model.path, *flags)
+    assert code == 1
+    assert list(failed) == ["partition"]
+    assert rule in failed["partition"][0]
+
+
+def test_everything_that_is_wrong_is_said_at_once(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--nnodes", 2, "--node-rank", 3, "-tp", 4, "-pp", 8, "--gpu-memory-utilization", 7)
+    code, failed = doctor(capfd, model.path, *flags, "--max-model-len", 999)
+    assert code == 1
+    settings = "\n".join(failed["settings"])
+    assert "--gpu-memory-utilization must be above 0" in settings
+    assert "--node-rank 3 does not exist with --nnodes 2" in settings
+    assert "needs --headless" in settings
+    assert "needs 32 devices" in failed["devices"][0]
+    assert "does not divide the 6 attention heads" in failed["compatibility"][0]
+    assert "above the model's 128 positions" in failed["layout"][0]
+    assert "above the model's 3 hidden layers" in failed["partition"][0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-tp", "4", "--cpu-devices", "8"),
+        ("-pp", "4", "--cpu-devices", "8"),
+        ("-pp", "2", "--pp-layer-partition", "1,1", "--cpu-devices", "8"),
+        ("-pp", "3", "--cpu-devices", "1"),
+        ("-pp", "3", "--nnodes", "2", "--cpu-devices", "8"),
+        ("--max-model-len", "129", "--cpu-devices", "8"),
+        ("--device", "npu"),
+    ],
+)
+def test_it_refuses_with_the_words_of_serve(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    from services.cli.arguments import Positional, parse_arguments
+    from services.cli.flags import SERVE_GROUPS
+    from services.cli.settings import serve_config
+
+    positional = Positional("MODEL", "")
+    arguments = parse_arguments("serve", "", SERVE_GROUPS, positional, [str(model.path), *flags])
+    config: ServeConfig = serve_config("serve", arguments, SERVE_GROUPS, {})
+    with pytest.raises(StagemeshError) as refusal:
+        make_plan(config, model.path, socket.gethostname())
+    _, failed = doctor(capfd, model.path, *flags)
+    assert refusal.value.message in [what for found in failed.values() for what in found]
+
+
+def test_every_rule_that_is_broken_is_named(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = '{"xlite_graph_config": {"enabled": true}}'
+    flags = ("-pp", 2, "-tp", 4, "--additional-config", options, "--interconnect", "roce")
+    code, failed = doctor(capfd, model.path, *flags, "--cpu-devices", 8)
+    assert code == 1
+    rules = [what.rpartition("(rule ")[2].rstrip(")") for what in failed["compatibility"]]
+    assert rules == ["pp-with-xlite-graph", "tp-does-not-divide", "interconnect-without-npu"]
+
+
+def test_models_that_cannot_be_read(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (model.path / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in doctor(capfd, model.path)[1]["model"][0]
+    # Only the head needs a tokenizer.
+    headless = ("--nnodes", 2, "--node-rank", 1, "--headless", "-pp", 2, "--cpu-devices", 2)
+    assert "model" not in doctor(capfd, model.path, *headless)[1]
+    weights = model.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    assert "truncated" in doctor(capfd, model.path)[1]["model"][0]
+    weights.unlink()
+    assert "has neither model.safetensors" in doctor(capfd, model.path)[1]["model"][0]
+    assert "holds no config.json" in doctor(capfd, tmp_path)[1]["model"][0]
+    assert "there is no directory" in doctor(capfd, tmp_path / "none")[1]["model"][0]
+
+
+def test_a_hub_repository_is_not_downloaded(capfd: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "some-owner/nobody-cached-this", *FREE_PORTS])
+    out = capfd.readouterr().out
+    assert code == 0
+    assert "serve would download it" in " ".join(out.split())
+    assert "hf download some-owner/nobody-cached-this" in " ".join(out.split())
+
+
+def test_a_port_in_use(model: ModelDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code = main(["doctor", str(model.path), "--port", str(port), "--grpc-port", "0"])
+    out = capfd.readouterr().out
+    assert code == 1
+    assert f"127.0.0.1:{port} (--port) is in use by another process" in out
+
+
+def test_the_configuration_file_of_serve_is_read(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mesh.yaml"
+    file.write_text(f"model: {model.path}\npipeline-parallel-size: 2\ncpu_devices: 1\n")
+    code, failed = doctor(capfd, "--config", file)
+    assert code == 1
+    assert "needs 2 devices" in failed["devices"][0]
+
+
+@pytest.mark.parametrize(
+    "argv", [("--no-such-flag",), ("--config", "/no/such/file.yaml"), ("--port",)]
+)
+def test_wrong_usage_is_exit_code_2(
+    capfd: pytest.CaptureFixture[str], argv: tuple[str, ...]
+) -> None:
+    assert main(["doctor", *argv]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1
+
+
+def test_it_needs_no_torch_and_starts_fast(model: ModelDirectory) -> None:
+    program = (
+        "import sys\n"
+        "from services.cli import main\n"
+        f"main(['doctor', {str(model.path)!r}, '--port', '0', '--grpc-port', '0'])\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'ray'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+@pytest.mark.parametrize("document", ["doctor.md", "pipeline-parallelism.md"])
+def test_every_command_of_the_documents_is_understood(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str], document: str
+) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / document).read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [line for line in lines if line.startswith("stagemesh doctor")]
+    assert commands
+    for command in commands:
+        words = [str(model.path) if w == "/path/to/model" else w for w in shlex.split(command)[1:]]
+        code = main([*words, "--cpu-devices", "8", *FREE_PORTS])
+        out, err = capfd.readouterr()
+        assert (code, err) == (0, ""), f"{command}\n{out}"

@@ -1,0 +1,144 @@
+"""docs/doctor.md: a section for each check, and its examples are what the checks say."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.config import ServeConfig
+from services.doctor.facts import LimitFacts, PortFacts, Version
+from services.doctor.findings import Check, Finding, Outcome, ok, refused, warning
+from services.doctor.memory_check import DeviceMemory, OneDevicePerRank, check_memory
+from services.doctor.node_checks import (
+    check_disk,
+    check_limits,
+    check_ports,
+    check_shared_memory,
+    check_versions,
+)
+from services.doctor.report import Report, finding_lines, render
+from services.errors import StagemeshError
+from services.topology.compatibility import MeshRequest, broken_rules
+from services.topology.facts import MeshShape
+from services.topology.families import resolve_max_model_len
+from services.topology.layouts import Demand
+from services.topology.partition import resolve_partition
+from services.topology.placement import NodeDevices, check_devices, place
+from services.topology.planfacts import read_planned_model
+from tests.unit.doctor.node_facts import GIB, INSTALLED, node
+from tests.unit.topology.published_configs import DEEPSEEK_V3, write_config
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text("utf-8")
+HEAD = ServeConfig(model="m")
+TWO_NODES = ServeConfig(model="m", nnodes=2, node_rank=1, headless=True)
+
+
+def sections() -> dict[str, str]:
+    """Text of each section on a check, by the check's name."""
+    parts = re.split(r"^### (.+)$", DOCUMENT.partition("## Checks")[2], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def examples(section: str) -> list[str]:
+    return re.findall(r"```text\n(.*?)```", section, re.DOTALL)
+
+
+def test_every_check_has_a_section_in_its_order() -> None:
+    assert list(sections()) == [check.value for check in Check]
+
+
+def devices() -> list[Finding]:
+    shape = MeshShape(1, 4, 4, (1,) * 4)
+    with pytest.raises(StagemeshError) as error:
+        check_devices(shape, 8, "npu", 4, "node 1 (node-a)")
+    hidden = warning(
+        Check.DEVICES,
+        "ASCEND_RT_VISIBLE_DEVICES leaves 4 of 8 devices visible",
+        "unset ASCEND_RT_VISIBLE_DEVICES, or list more devices in it",
+    )
+    return [refused(Check.DEVICES, error.value), hidden]
+
+
+def compatibility() -> list[Finding]:
+    request = MeshRequest(pp_size=4, prefill_context_parallel_size=2)
+    return [
+        Finding(Check.COMPATIBILITY, Outcome.FAILED, each.message) for each in broken_rules(request)
+    ]
+
+
+def layout(tmp_path: Path) -> list[Finding]:
+    facts = replace(
+        read_planned_model(write_config(tmp_path / "m", DEEPSEEK_V3)).facts,
+        path=Path("/models/deepseek-v3"),
+    )
+    with pytest.raises(StagemeshError) as error:
+        resolve_max_model_len(1_000_000, facts)
+    return [refused(Check.LAYOUT, error.value)]
+
+
+def partition() -> list[Finding]:
+    with pytest.raises(StagemeshError) as error:
+        resolve_partition(61, 2, (32, 30))
+    return [refused(Check.PARTITION, error.value)]
+
+
+def memory(tmp_path: Path) -> list[Finding]:
+    facts = read_planned_model(write_config(tmp_path / "m", DEEPSEEK_V3)).facts
+    shape = MeshShape(1, 8, 4, (13, 14, 14, 20))
+    demand = Demand("bfloat16", 16, 32768, 64, 512, None, None)
+    placements = place(shape, [NodeDevices(rank, "n", "npu", 8) for rank in range(4)])
+    last = [place for place in placements if place.node_rank == 3]
+    device = DeviceMemory(32 * GIB, 30 * GIB)
+    return list(check_memory(facts, shape, demand, last, OneDevicePerRank((device,) * 8, 0.9)))
+
+
+def versions() -> list[Finding]:
+    there = (*INSTALLED, Version("torch-npu", "2.12.0"), Version("cann", "8.3.RC1"))
+    found = check_versions(node(there), TWO_NODES, "npu")
+    return [finding for finding in found if finding.outcome is Outcome.FAILED]
+
+
+def ports() -> list[Finding]:
+    taken = PortFacts("--port", "127.0.0.1", 8000, errno.EADDRINUSE)
+    foreign = PortFacts("--master-port", "10.0.0.1", 29550, errno.EADDRNOTAVAIL)
+    return list(check_ports((taken, foreign), own_mesh_runs=False))
+
+
+def limits() -> list[Finding]:
+    few = LimitFacts(1024, 1_048_576, 8 << 20)
+    return list(check_limits(few, device="npu", config=TWO_NODES))
+
+
+def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
+    made = {
+        Check.DEVICES: devices(),
+        Check.PARTITION: partition(),
+        Check.COMPATIBILITY: compatibility(),
+        Check.LAYOUT: layout(tmp_path),
+        Check.MEMORY: memory(tmp_path),
+        Check.VERSIONS: versions(),
+        Check.PORTS: ports(),
+        Check.LIMITS: limits(),
+        Check.DISK: list(check_disk(node(disk_free_bytes=GIB // 4).disks)),
+        Check.SHARED_MEMORY: list(
+            check_shared_memory(node(shared_memory_bytes=64 << 20), device="npu", num_ranks=8)
+        ),
+    }
+    found = sections()
+    for check, findings in made.items():
+        text = "\n".join(line for finding in findings for line in finding_lines(finding)) + "\n"
+        assert examples(found[check.value]) == [text], f"docs/doctor.md says otherwise:\n{text}"
+
+
+def test_the_first_example_is_a_report() -> None:
+    findings = (
+        ok(Check.SETTINGS, "the flags go together"),
+        ok(Check.DEVICES, "TP 2 x PP 2 x DP 1 needs 4 devices; node 0 (node-a) has 8 (npu)"),
+        *ports()[:1],
+    )
+    text = render(Report(0, None, findings, node()))
+    assert examples(DOCUMENT)[0] == text, text
