@@ -49,7 +49,6 @@ class MeshProcess:
             *("--port", "0", "--grpc-port", "0", "--cpu-devices", str(CPU_DEVICES), *flags),
         ]
         self._nodes = nodes
-        self._node_model: str | None = None
         self._node_processes: list[subprocess.Popen[bytes]] = []
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
             prefix="stagemesh-test-", suffix=".log"
@@ -64,6 +63,16 @@ class MeshProcess:
 
     def __enter__(self) -> MeshProcess:
         started = time.monotonic()
+        self._start()
+        if self._nodes:
+            self._start_nodes()
+        if not self._ready.wait(READY_TIMEOUT_SECONDS) or not self.url:
+            self._end()
+            raise AssertionError(f"the mesh did not become ready; its log:\n{self.log()}")
+        self.ready_seconds = time.monotonic() - started
+        return self
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
@@ -73,24 +82,20 @@ class MeshProcess:
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
-        if self._nodes:
-            self._start_nodes()
-        if not self._ready.wait(READY_TIMEOUT_SECONDS) or not self.url:
-            self._end()
-            raise AssertionError(f"the mesh did not become ready; its log:\n{self.log()}")
-        self.ready_seconds = time.monotonic() - started
-        return self
 
-    def _start_nodes(self) -> None:
+    def _wait_for_head(self) -> list[str]:
+        """Flags with which a node finds the head; none when it has ended."""
         deadline = time.monotonic() + READY_TIMEOUT_SECONDS
         while (found := _JOIN_AT.search(self.log())) is None:
             if time.monotonic() > deadline or self.process.poll() is not None:
-                return
+                return []
             time.sleep(0.05)
-        head = ["--master-addr", found.group(1), "--master-port", found.group(2)]
-        model = self._node_model or self._command[4]
+        return ["--master-addr", found.group(1), "--master-port", found.group(2)]
+
+    def _start_nodes(self) -> None:
+        head = self._wait_for_head()
         for flags in self._nodes:
-            command = [*self._command[:4], model, "--headless", *head, *flags]
+            command = [*self._command[:5], "--headless", *head, *flags]
             self._node_processes.append(
                 subprocess.Popen(
                     [*command, "--cpu-devices", str(CPU_DEVICES)],
@@ -100,10 +105,6 @@ class MeshProcess:
                     start_new_session=True,
                 )
             )
-
-    def use_model_on_nodes(self, model: Path, nodes: Sequence[Sequence[str]]) -> None:
-        """Headless nodes that serve another model than the head."""
-        self._node_model, self._nodes = str(model), nodes
 
     @property
     def node_processes(self) -> Sequence[subprocess.Popen[bytes]]:
@@ -179,6 +180,22 @@ class MeshProcess:
         log = self.log()
         self._log.close()
         return log
+
+
+class HeadProcess(MeshProcess):
+    """A head that waits for its nodes: entered as soon as they can join."""
+
+    def __init__(self, model: Path | str, *flags: str) -> None:
+        super().__init__(model, "--master-port", "0", *flags)
+        self.join_flags: list[str] = []
+        """Where a node finds it."""
+
+    def __enter__(self) -> HeadProcess:
+        self._start()
+        self.join_flags = self._wait_for_head()
+        if not self.join_flags:
+            raise AssertionError(f"the head has ended; its log:\n{self._end()}")
+        return self
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -5,11 +5,12 @@ share a node and stages that span two. Nodes are process trees of their own on l
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ import openai
 import pytest
 
 from tests.e2e.test_oracle import PROMPTS, Oracle, ask_all, check
-from tests.mesh_process import MeshProcess, is_running, wait_for
+from tests.mesh_process import HeadProcess, MeshProcess, is_running, wait_for
 from tests.tiny_models import TinyShape, make_tiny_llama
 
 
@@ -81,49 +82,66 @@ def test_replicas_share_the_requests(tiny: Path) -> None:
         assert min(map(float, taken)) >= 16
 
 
-def refused(model: Path, *flags: str, timeout: float = 60) -> str:
-    """The one line of a headless node or head that does not start."""
+def refused(model: Path, *flags: str, timeout: float = 60, **environment: str) -> str:
+    """What a headless node or head says that does not start."""
     command = [sys.executable, "-m", "services.cli", "serve", str(model), "--cpu-devices", "8"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [*command, *flags],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )
     assert done.returncode != 0
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    ("head", "node", "expected"),
-    [
-        ((), ("--dtype", "bfloat16"), "dtype differs: the head has .*float32.* has .*bfloat16"),
-        ((), ("--pp-layer-partition", "2,3"), "pp_layer_partition differs: .*3,2.*2,3"),
-        ((), ("--block-size", "32"), "block_size differs: .*16.*32"),
-        (("-dp", "2"), (), "dp_size differs: .*2.*1"),
-    ],
-    ids=["dtype", "partition", "block-size", "replicas"],
-)
+@pytest.fixture(scope="module")
+def waiting_head(tiny: Path) -> Iterator[list[str]]:
+    """Flags of a node that meets a head which waits for node 1 of 2, with PP 2."""
+    with HeadProcess(tiny, "--nnodes", "2", "-pp", "2") as head:
+        yield ["--nnodes", "2", "--node-rank", "1", *head.join_flags]
+
+
+DIFFERENT = {
+    "tp_size": (("-pp", "2", "-tp", "2"), "tp_size differs: the head has 1.* has 2"),
+    "pp_size": (("-pp", "4"), "pp_size differs: the head has 2.* has 4"),
+    "dp_size": (("-pp", "2", "-dp", "2"), "dp_size differs: the head has 1.* has 2"),
+    "dtype": (("-pp", "2", "--dtype", "bfloat16"), "dtype differs: .*float32.* has .*bfloat16"),
+    "partition": (
+        ("-pp", "2", "--pp-layer-partition", "2,3"),
+        "pp_layer_partition differs: .*3,2.*2,3",
+    ),
+    "block-size": (("-pp", "2", "--block-size", "32"), "block_size differs: .*16.*32"),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
 def test_a_node_that_differs_is_refused_with_field_and_both_values(
-    tiny: Path, head: Sequence[str], node: Sequence[str], expected: str
+    tiny: Path, waiting_head: Sequence[str], field: str
 ) -> None:
-    flags = ("--nnodes", "2", "-pp", "2")
-    with (
-        pytest.raises(AssertionError) as failure,
-        MeshProcess(
-            tiny,
-            *flags,
-            *("--master-port", "0", "--join-timeout-seconds", "8", *head),
-            nodes=[[*flags, "--node-rank", "1", *node]],
-        ),
-    ):
-        pass
-    assert re.search(expected, str(failure.value))
-    assert "node rank 1" in str(failure.value)
+    flags, expected = DIFFERENT[field]
+    text = refused(tiny, *waiting_head, "--headless", *flags)
+    assert re.search(expected, text), text
+    assert "node rank 1" in text
 
 
-def test_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_partition_from_the_environment_is_compared_too(
+    tiny: Path, waiting_head: Sequence[str]
+) -> None:
+    text = refused(tiny, *waiting_head, "--headless", "-pp", "2", VLLM_PP_LAYER_PARTITION="2,3")
+    assert re.search("pp_layer_partition differs: .*3,2.*2,3", text), text
+
+
+def test_another_model_is_refused(tiny: Path, tmp_path: Path, waiting_head: Sequence[str]) -> None:
     other = make_tiny_llama(tmp_path / "other", tied=True, shape=TinyShape(num_layers=6))
-    flags = ("--nnodes", "2", "-pp", "2", "--pp-layer-partition")
-    mesh = MeshProcess(tiny, *flags, "3,2", "--master-port", "0", "--join-timeout-seconds", "8")
-    mesh.use_model_on_nodes(other, [[*flags, "3,3", "--node-rank", "1"]])
-    with pytest.raises(AssertionError, match=r"(config|weights) differs"), mesh:
-        pass
+    flags = ("--headless", "-pp", "2", "--pp-layer-partition", "3,3")
+    text = refused(other, *waiting_head, *flags)
+    assert re.search(r"(config|weights) differs", text), text
+
+
+def test_a_node_without_headless_is_told_so(tiny: Path, waiting_head: Sequence[str]) -> None:
+    assert "needs --headless" in refused(tiny, *waiting_head, "-pp", "2")
 
 
 def test_a_node_rank_twice_names_both_nodes(tiny: Path) -> None:
@@ -144,7 +162,6 @@ def test_a_node_rank_twice_names_both_nodes(tiny: Path) -> None:
 
 
 def test_wrong_words_about_nodes(tiny: Path) -> None:
-    assert "needs --headless" in refused(tiny, "--nnodes", "2", "--node-rank", "1")
     assert "does not exist with --nnodes 2" in refused(
         tiny, "--nnodes", "2", "--node-rank", "2", "--headless"
     )
