@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
+from services.bench.settings import BenchSettings
 from services.cli.flags import CONFIG_FLAG, Arity, Flag, FlagGroup, all_flags
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
@@ -21,11 +22,11 @@ from services.config import ServeConfig, StageWorkerConfig
 
 _DEFAULTS: dict[str, object] = {
     field.name: field.default
-    for config in (StageWorkerConfig, ServeConfig)
+    for config in (BenchSettings, StageWorkerConfig, ServeConfig)
     for field in fields(config)
 }
-"""By field name; where both commands have a field, their defaults are the same or said in
-the flag's own help."""
+"""By field name; where several commands have a field, their defaults are the same or said
+in the flag's own help."""
 _HELP_NAMES = ("-h", "--help")
 
 

@@ -57,6 +57,12 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _bench(argv: Sequence[str]) -> int:
+    from services.cli.bench_command import bench
+
+    return bench(argv)
+
+
 def _model(argv: Sequence[str]) -> int:
     from services.cli.model_command import model
 
@@ -75,6 +81,7 @@ COMMANDS = (
     Command("stage-worker", "one stage on this machine; joins a gateway", _stage_worker),
     Command("plan", "what a layout needs and whether it fits; starts nothing", _plan),
     Command("doctor", "what is wrong with this node or mesh, and what to do", _doctor),
+    Command("bench", "measure an OpenAI endpoint, of any server", _bench),
     Command("model", "fetch the demo model", _model),
     Command("version", "versions of Stagemesh and what it runs on", _version),
 )

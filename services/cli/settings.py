@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.bench.settings import BenchSettings
 from services.cli.arguments import Arguments, Positional
 from services.cli.flags import CONFIG_FLAG, Flag, FlagGroup, all_flags
 from services.cli.plan_flags import PlanRequest
@@ -66,6 +67,20 @@ def plan_request(
     fields, model = _merge("plan", arguments, groups, environment, Positional("MODEL", ""))
     as_json = bool(fields.pop("json", False))
     return PlanRequest(_required("plan", model), as_json, PlanSettings(**fields))
+
+
+def bench_settings(
+    arguments: Arguments, groups: Sequence[FlagGroup], environment: Mapping[str, str]
+) -> BenchSettings:
+    """What `bench serve` is asked. Raises `UsageError`."""
+    fields, _ = _merge("bench serve", arguments, groups, environment, None)
+    settings = BenchSettings(**fields)
+    if settings.dataset_name == "sharegpt" and settings.dataset_path is None:
+        raise UsageError(
+            "--dataset-name sharegpt needs --dataset-path FILE; without a file, "
+            "--dataset-name sharegpt-like draws lengths like those"
+        )
+    return settings
 
 
 def stage_worker_config(

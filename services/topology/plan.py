@@ -93,7 +93,7 @@ def make_plan(model: PlannedModel, settings: PlanSettings) -> Plan:
     )
 
 
-def idle_share(pp_size: int, concurrency: int) -> float:
+def idle_share(pp_size: int, concurrency: float) -> float:
     """(P - 1) / (M + P - 1): the pipeline's bubble for M independent batches."""
     return (pp_size - 1) / (concurrency + pp_size - 1)
 

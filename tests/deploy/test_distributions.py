@@ -26,7 +26,7 @@ from stagemesh.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER_PACKAGES = ("services", "gateway", "stage_worker")
-EXTRAS = ("gateway", "worker", "convert", "ray", "npu")
+EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu")
 BUILD_INPUT = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "stagemesh", *SERVER_PACKAGES)
 
 
@@ -188,7 +188,7 @@ def third_party_imports(package: str) -> Iterator[tuple[str, str]]:
     ("package", "extras"),
     [
         # Conversion and the Hub are reached lazily, with a message that names the extra.
-        ("services", ("gateway", "convert")),
+        ("services", ("gateway", "bench", "convert")),
         ("gateway", ("gateway",)),
         ("stage_worker", ("worker", "npu")),
         ("stagemesh", ()),

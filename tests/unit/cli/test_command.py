@@ -60,6 +60,8 @@ def test_a_failure_while_running_is_one_line_and_exit_code_1(
         ("gateway", "--help"),
         ("stage-worker", "--help"),
         ("doctor", "--help"),
+        ("bench", "--help"),
+        ("bench", "serve", "--help"),
         ("model", "--help"),
         ("model", "fetch", "--help"),
         ("version", "--help"),
