@@ -20,7 +20,8 @@ import uvloop
 
 from gateway.banner import banner
 from gateway.engine.engine import EngineConfig, MeshEngine
-from gateway.engine.scheduler import SchedulerLimits
+from gateway.engine.scheduled_step import SchedulerLimits
+from gateway.engine.waiting_queue import SchedulingPolicy
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
 from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
@@ -158,6 +159,7 @@ class Gateway:
             vocab_size=plan.facts.vocab_size,
             metrics=self._metrics,
             seed=config.seed,
+            by_priority=SchedulingPolicy(config.scheduling_policy) is SchedulingPolicy.PRIORITY,
         )
         self._doors_stop = asyncio.Event()
         self._doors_closed = asyncio.Event()
@@ -170,6 +172,8 @@ class Gateway:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_steps_in_flight=pipeline.num_stages,
+            enable_prefix_caching=self._config.enable_prefix_caching,
+            policy=SchedulingPolicy(self._config.scheduling_policy),
         )
         return MeshEngine(
             pipeline, self._assets.tokenizer.backend, EngineConfig(limits), self._metrics

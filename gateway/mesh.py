@@ -91,6 +91,8 @@ class Mesh:
             running_requests=sum(s.running_requests for s in stats),
             steps_in_flight=sum(s.steps_in_flight for s in stats),
             preemptions=sum(s.preemptions for s in stats),
+            prefix_cache_queries=sum(s.prefix_cache_queries for s in stats),
+            prefix_cache_hits=sum(s.prefix_cache_hits for s in stats),
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:

@@ -53,6 +53,10 @@ class ServeConfig:
     """Most sequences at a time, over all batches in flight."""
     max_num_batched_tokens: int = 512
     """Most query tokens in one step."""
+    scheduling_policy: str = "fcfs"
+    """"fcfs" or "priority": who is served first, and preempted last."""
+    enable_prefix_caching: bool = True
+    """Keeps the KV blocks of what was computed, for prompts that begin alike."""
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9

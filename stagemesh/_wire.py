@@ -50,6 +50,8 @@ class Options:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     n: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
     request_id: str | None = None
 
 
@@ -69,6 +71,8 @@ def generate_request(
         request = inference_pb2.GenerateRequest(
             model=options.model or "",
             n=options.n,
+            priority=options.priority,
+            cache_salt=options.cache_salt or "",
             request_id=options.request_id or "",
             sampling=step_pb2.SamplingParams(
                 temperature=options.temperature,
@@ -163,7 +167,11 @@ def chunk_of(response: inference_pb2.GenerateResponse) -> Chunk:
     """One piece of a stream."""
     usage = None
     if response.HasField("usage"):
-        usage = Usage(response.usage.prompt_tokens, response.usage.completion_tokens)
+        usage = Usage(
+            response.usage.prompt_tokens,
+            response.usage.completion_tokens,
+            response.usage.cached_prompt_tokens,
+        )
     token_ids = tuple(response.token_ids)
     return Chunk(
         choice_index=response.choice_index,

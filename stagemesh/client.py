@@ -138,6 +138,8 @@ class Client:
         stop_token_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
         n: int = 1,
+        priority: int = 0,
+        cache_salt: str | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
     ) -> Generation:
@@ -146,7 +148,9 @@ class Client:
         Give exactly one of `prompt` (text, continued as it stands), `messages` (a conversation:
         `ChatMessage`s, or mappings with their fields) and `token_ids`. What is None takes the
         model's default. `logprobs` is how many alternatives to report with each token (0: the
-        token's own only). `timeout` is the deadline in seconds. Raises `StagemeshError`s.
+        token's own only). The lower `priority` is served earlier, where the service schedules by
+        priority. Only requests with the same `cache_salt` share cached prefixes. `timeout` is the
+        deadline in seconds. Raises `StagemeshError`s.
         """
         options = Options(
             model=model,
@@ -165,6 +169,8 @@ class Client:
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             n=n,
+            priority=priority,
+            cache_salt=cache_salt,
             request_id=request_id,
         )
         builder = GenerationBuilder(n)
@@ -195,6 +201,8 @@ class Client:
         stop_token_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
         n: int = 1,
+        priority: int = 0,
+        cache_salt: str | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
     ) -> ChunkStream:
@@ -219,6 +227,8 @@ class Client:
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
             n=n,
+            priority=priority,
+            cache_salt=cache_salt,
             request_id=request_id,
         )
         return self._stream(prompt, messages, token_ids, options, timeout)

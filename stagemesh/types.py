@@ -56,6 +56,8 @@ class Usage:
     """Tokens of the prompt."""
     completion_tokens: int
     """Tokens generated, over all choices."""
+    cached_prompt_tokens: int = 0
+    """Those of prompt_tokens that were in the prefix cache and not computed again."""
 
     @property
     def total_tokens(self) -> int:

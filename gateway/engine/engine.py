@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 
 from gateway.engine.detokenizer import Detokenizer
 from gateway.engine.pipeline import Pipeline
-from gateway.engine.scheduler import Scheduler, SchedulerLimits, SequenceOutput
+from gateway.engine.scheduled_step import SchedulerLimits, SequenceOutput
+from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence
 from gateway.engine.stream import Choice, RequestStream, RequestTimings
 from gateway.engine.types import (
@@ -109,6 +110,8 @@ class MeshEngine:
             running_requests=self._scheduler.num_running,
             steps_in_flight=self._scheduler.num_steps_in_flight,
             preemptions=self._scheduler.num_preemptions,
+            prefix_cache_queries=self._scheduler.prefix_cache_queries,
+            prefix_cache_hits=self._scheduler.prefix_cache_hits,
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
@@ -234,6 +237,7 @@ class MeshEngine:
                 logprobs=output.logprobs[: len(token_ids)],
                 finish_reason=sequence.finish_reason,
                 stop_reason=sequence.stop_reason,
+                num_cached_tokens=self._cached_tokens_to_report(choice),
             ),
             self._now(),
         )
@@ -241,6 +245,13 @@ class MeshEngine:
             del self._owners[sequence]
         if stream.ended:
             self._close(stream)
+
+    @staticmethod
+    def _cached_tokens_to_report(choice: Choice) -> int:
+        # The other choices share what the first one has computed, which says nothing of the prompt.
+        if choice.last_token_at is not None or choice.sequence.choice_index != 0:
+            return 0
+        return choice.sequence.num_cached_tokens or 0
 
     def _stop_at(self, sequence: Sequence, stop_string: str) -> None:
         self._scheduler.finish(sequence, FinishReason.STOP, stop_string)
@@ -281,7 +292,15 @@ class MeshEngine:
         prompt = request.prompt_token_ids
         return [
             Choice(
-                Sequence(request.request_id, index, prompt, request.sampling, request.stop),
+                Sequence(
+                    request.request_id,
+                    index,
+                    prompt,
+                    request.sampling,
+                    request.stop,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                ),
                 Detokenizer(self._tokenizer, prompt, request.stop.stop_strings),
             )
             for index in range(request.n)

@@ -3,15 +3,17 @@
 `schedule()` makes the next step or says that there is nothing to send now;
 `apply()` takes the last stage's result for the oldest step in flight.
 
-* Decodes first, then prompt chunks in order of arrival, under a token budget.
+* Decodes first, then prompt chunks in order of service, under a token budget
+  (`step_budget`: how much of each). The order of service is that of arrival, or
+  of priority (`waiting_queue`).
 * Up to `max_steps_in_flight` steps travel through the stages at a time. A
   sequence is in one sampling step at a time, but the chunks of its prompt may
   follow each other without waiting for a result.
-* Running decodes are spread evenly over those steps: none takes more than its
-  share, so that every stage has work.
-* When blocks run out, the newest sequences give theirs to older ones and are
-  computed again later from their token log. A sequence never takes blocks from
-  an older one; it waits. So the oldest always gets on, and nobody starves.
+* A prompt starts behind what the prefix cache has of it (`block_manager`).
+* When blocks run out, the last in the order of service give theirs to earlier
+  ones and are computed again later from their token log. A sequence never takes
+  blocks from an earlier one; it waits. So the first always gets on, and nobody
+  starves.
 """
 
 from __future__ import annotations
@@ -20,78 +22,47 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gateway.engine.block_manager import BlockManager
+from gateway.engine.block_manager import CachedPrefix
+from gateway.engine.scheduled_step import (
+    ScheduledRow,
+    ScheduledStep,
+    SchedulerLimits,
+    SequenceOutput,
+)
 from gateway.engine.sequence import Sequence, SequenceStatus
-from gateway.engine.types import FinishReason, TokenLogprob
+from gateway.engine.sequence_blocks import SequenceBlocks
+from gateway.engine.step_budget import (
+    StepCosts,
+    decode_quota,
+    lone_prompt_chunk,
+    mixed_prompt_chunk,
+)
+from gateway.engine.types import FinishReason
+from gateway.engine.waiting_queue import WaitingQueue, service_order
 from gateway.engine.wire import logprobs_from_proto, slot_start
 from services.errors import ContextTooLong, StageFailed
 from stagemesh.v1 import step_pb2
 
-MIN_PROMPT_CHUNK_TOKENS = 128
-"""A prompt is not cut finer than this to fill idle stages: below it, a chunk on a CPU
-costs almost as much as a larger one (0.6 ms at 1 row, 3.7 ms at 128 for one linear)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Sizes that the scheduler keeps to."""
-
-    num_blocks: int
-    """KV blocks of the weakest rank."""
-    block_size: int
-    """Tokens in a block."""
-    max_num_seqs: int
-    """Sequences with a slot, over all steps in flight."""
-    max_num_batched_tokens: int
-    """Query tokens in one step."""
-    max_steps_in_flight: int
-    """Usually the number of stages: fewer leave stages idle, more make batches small."""
-    min_prompt_chunk_tokens: int = MIN_PROMPT_CHUNK_TOKENS
-    """Prompts are not cut finer than this to fill idle stages."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """Which sequence a row of a step belongs to, and how many tokens it samples."""
-
-    sequence: Sequence
-    num_sampled: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A step to send, and whose rows it holds."""
-
-    step: step_pb2.Step
-    rows: list[ScheduledRow]
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens in the step."""
-        return sum(len(row.token_ids) for row in self.step.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """Tokens that a step brought to a sequence, whose `finish_reason` may be set by them."""
-
-    sequence: Sequence
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+SECONDS_PER_NS = 1e-9
 
 
 @dataclass(slots=True)
 class _Draft:
     """A step in the making."""
 
-    scheduled: ScheduledStep
-    step_id: int
+    step: step_pb2.Step
     free_steps: int
     """Steps that may still be sent before a result is due, this one included."""
+    rows: list[ScheduledRow] = field(default_factory=list)
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     short_of_blocks: bool = False
+
+    @property
+    def step_id(self) -> int:
+        return self.step.step_id
 
 
 class Scheduler:
@@ -100,14 +71,23 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, epoch: int) -> None:
         self.limits = limits
         self.num_preemptions = 0
+        self.prefix_cache_queries = 0
+        """Prompt tokens looked up in the prefix cache, once for each sequence."""
+        self.prefix_cache_hits = 0
+        """Those of them that were there."""
         self._num_arrivals = 0
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue(limits.policy)
+        self._costs = StepCosts()
         self._start_epoch(epoch)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._next_step_id = 1
-        self._blocks = BlockManager(self.limits.num_blocks, self.limits.block_size)
+        self._blocks = SequenceBlocks(
+            self.limits.num_blocks,
+            self.limits.block_size,
+            enable_prefix_caching=self.limits.enable_prefix_caching,
+        )
         self._free_slots = list(range(self.limits.max_num_seqs))
         self._released_slots: list[int] = []
         # Dicts stand for ordered sets. Every running sequence is in one of three places:
@@ -139,12 +119,13 @@ class Scheduler:
 
     def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raises `ContextTooLong` when such a sequence could not run even if it were alone."""
-        needed = self._blocks.blocks_for(num_prompt_tokens + max_tokens - 1)
-        if needed > self._blocks.num_blocks:
-            capacity = self._blocks.num_blocks * self._blocks.block_size
+        num_tokens = num_prompt_tokens + max_tokens - 1
+        if not self._blocks.can_ever_hold(num_tokens):
+            limits = self.limits
             raise ContextTooLong(
-                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} need {needed} KV "
-                f"blocks, and the cache has {self._blocks.num_blocks} ({capacity} tokens): "
+                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} need "
+                f"{_ceil_div(num_tokens, limits.block_size)} KV blocks, and the cache has "
+                f"{limits.num_blocks} ({limits.num_blocks * limits.block_size} tokens): "
                 "ask for fewer tokens or raise --kv-cache-memory-bytes",
                 param="max_tokens",
             )
@@ -154,7 +135,7 @@ class Scheduler:
         self.check(sequence.prompt_length, sequence.stop.max_tokens)
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Ends a sequence from outside; without effect on one that has ended."""
@@ -179,7 +160,7 @@ class Scheduler:
 
         Step ids start at 1 again. Results of the epoch before are ignored.
         """
-        for sequence in sorted(self._running, key=_arrival, reverse=True):
+        for sequence in list(self._running):
             self._vacate(sequence)
             self._requeue(sequence)
         for sequence in self._waiting:
@@ -196,16 +177,17 @@ class Scheduler:
         if free_steps <= 0:
             return None
         step = step_pb2.Step(epoch=self._epoch, step_id=self._next_step_id)
-        draft = _Draft(ScheduledStep(step, []), self._next_step_id, free_steps)
+        draft = _Draft(step, free_steps)
         self._add_decodes(draft)
         self._add_prompt_chunks(draft)
-        if not draft.scheduled.rows:
+        if not draft.rows:
             return None
         step.released_slots.extend(self._released_slots)
         self._released_slots.clear()
         self._next_step_id += 1
-        self._in_flight.append(draft.scheduled)
-        return draft.scheduled
+        scheduled = ScheduledStep(step, draft.rows, draft.num_tokens, draft.num_prompt_tokens)
+        self._in_flight.append(scheduled)
+        return scheduled
 
     def apply(self, result: step_pb2.StepResult) -> list[SequenceOutput]:
         """Takes the result of the oldest step in flight.
@@ -220,6 +202,7 @@ class Scheduler:
             raise StageFailed(f"a result for step {result.step_id} came, due was {due}")
         scheduled = self._in_flight.popleft()
         self._blocks.step_done(result.step_id)
+        self._costs.observe(scheduled.num_prompt_tokens, result.clock.compute_ns * SECONDS_PER_NS)
         result_rows = {row.row: row for row in result.rows}
         outputs = []
         for index, row in enumerate(scheduled.rows):
@@ -242,45 +225,56 @@ class Scheduler:
         return len(self._running) - len(self._prefilling)
 
     def _depth(self) -> int:
-        # With one stage, a second decode batch in flight would only halve the first; but
-        # chunks of prompts lose nothing by queueing up while nobody decodes.
+        # A decode batch more than there are stages would only make all of them smaller; but
+        # chunks of prompts lose nothing by queueing up while nobody decodes, and the first
+        # stage has its next one before the gateway has heard of the last.
         if self._num_decoding() == 0:
-            return max(self.limits.max_steps_in_flight, 2)
+            return self.limits.max_steps_in_flight + 1
         return self.limits.max_steps_in_flight
 
-    def _decode_quota(self, draft: _Draft) -> int:
-        # The first bound spreads what is ready over the steps that can still be sent; the
-        # second keeps an even share when the batches in flight have become uneven.
-        depth = self.limits.max_steps_in_flight
-        return min(
-            _ceil_div(len(self._ready), min(draft.free_steps, depth)),
-            _ceil_div(self._num_decoding(), depth),
-            self.limits.max_num_batched_tokens,
-        )
-
     def _prompt_quota(self, draft: _Draft) -> int:
-        # While stages are idle, pending prompts are cut so that each gets a part soon.
-        budget = self.limits.max_num_batched_tokens - draft.num_tokens
-        most = budget * draft.free_steps
+        """Prompt tokens that may go into the step, one at least if there is budget."""
+        limits = self.limits
+        budget = limits.max_num_batched_tokens - draft.num_tokens
+        num_decoding = self._num_decoding()
+        if num_decoding:
+            num_prompts = len(self._prefilling) + min(len(self._waiting), len(self._free_slots))
+            return min(
+                budget,
+                mixed_prompt_chunk(
+                    self._costs, num_prompts, num_decoding, limits.min_prompt_chunk_tokens
+                ),
+            )
+        whole = sum(len(sequence.token_ids) for sequence in self._prefilling)
         pending = sum(sequence.num_unscheduled_tokens for sequence in self._prefilling)
+        most = limits.max_num_batched_tokens * draft.free_steps
         for sequence, _ in zip(self._waiting, self._free_slots, strict=False):
             if pending >= most:
-                return budget
-            pending += len(sequence.token_ids)
-        parts = min(draft.free_steps, pending // self.limits.min_prompt_chunk_tokens)
-        return min(budget, _ceil_div(pending, max(parts, 1)))
+                break
+            cached = len(self._blocks.find_prefix(sequence, draft.step_id).blocks)
+            uncached = len(sequence.token_ids) - cached * limits.block_size
+            whole += uncached
+            pending += uncached
+        chunk = lone_prompt_chunk(
+            whole, pending, limits.max_steps_in_flight, limits.min_prompt_chunk_tokens
+        )
+        return min(budget, chunk)
 
     # Filling a step.
 
     def _add_decodes(self, draft: _Draft) -> None:
         if not self._ready:
             return
-        quota = self._decode_quota(draft)
+        depth = self.limits.max_steps_in_flight
+        quota = min(
+            decode_quota(len(self._ready), self._num_decoding(), draft.free_steps, depth),
+            self.limits.max_num_batched_tokens,
+        )
         for sequence in list(self._ready):
             if draft.num_tokens >= quota:
                 break
             if sequence not in self._ready:
-                continue  # Preempted for an older one a moment ago.
+                continue  # Preempted for an earlier one a moment ago.
             if self._make_room(draft, sequence, sequence.num_scheduled_tokens + 1):
                 del self._ready[sequence]
                 self._add_row(draft, sequence, 1)
@@ -294,79 +288,90 @@ class Scheduler:
                 return
             if sequence.status is SequenceStatus.RUNNING:
                 budget -= self._add_chunk(draft, sequence, budget)
-        while budget > 0 and not draft.short_of_blocks and self._can_admit():
-            sequence = self._waiting.popleft()
-            self._admit(draft, sequence)
+        while budget > 0 and not draft.short_of_blocks:
+            prefix = self._next_admission(draft)
+            if prefix is None:
+                return
+            sequence = self._waiting.admit_first()
+            self._admit(draft, sequence, prefix)
             budget -= self._add_chunk(draft, sequence, budget)
 
-    def _can_admit(self) -> bool:
-        """Whether the first in the queue gets a slot and, for certain, the blocks of its log."""
-        if not self._waiting or not self._free_slots:
-            return False
-        sequence = self._waiting[0]
+    def _next_admission(self, draft: _Draft) -> CachedPrefix | None:
+        """What is cached of the first in the queue, if it can run now: if it gets a slot and,
+        for certain, the blocks of its log."""
+        sequence = self._waiting.first
+        if sequence is None or not self._free_slots:
+            return None
         if sequence.rows_in_flight:
-            return False  # Preempted; a token of it is still on the way.
-        needed = self._blocks.blocks_for(len(sequence.token_ids))
+            return None  # Preempted; a token of it is still on the way.
+        prefix = self._blocks.find_prefix(sequence, draft.step_id)
+        if prefix.grows:
+            return None  # This very step computes more of it: the next one need not.
         # Prompts that run count in full. One more block for each running sequence keeps a
         # newcomer from being preempted at once.
-        needed += len(self._running)
-        for other in self._prefilling:
-            needed += self._blocks.blocks_for(len(other.token_ids)) - len(other.block_table)
-        return needed <= self._blocks.num_free
+        needed = self._blocks.free_blocks_taken(sequence, prefix) + len(self._running)
+        needed += self._blocks.missing_in_all(self._prefilling)
+        return prefix if needed <= self._blocks.num_free else None
 
-    def _admit(self, draft: _Draft, sequence: Sequence) -> None:
+    def _admit(self, draft: _Draft, sequence: Sequence, prefix: CachedPrefix) -> None:
         slot = heapq.heappop(self._free_slots)
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
+        self._blocks.start(sequence, prefix)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_scheduled_tokens
+            if self.limits.enable_prefix_caching:
+                self.prefix_cache_queries += sequence.prompt_length
+                self.prefix_cache_hits += sequence.num_cached_tokens
         self._running[sequence] = None
-        insort(self._prefilling, sequence, key=_arrival)
-        draft.scheduled.step.starts.append(slot_start(sequence, slot))
+        insort(self._prefilling, sequence, key=service_order)
+        draft.step.starts.append(slot_start(sequence, slot))
 
     def _add_chunk(self, draft: _Draft, sequence: Sequence, budget: int) -> int:
         """Adds as much of a prompt as budget and blocks allow; returns its tokens."""
         position = sequence.num_scheduled_tokens
         if not self._make_room(draft, sequence, position + 1):
             return 0
-        blocks = len(sequence.block_table) + self._blocks.num_free
-        room = blocks * self._blocks.block_size - position
+        room = self._blocks.room(sequence) - position
         num_tokens = min(sequence.num_unscheduled_tokens, budget, room)
         if num_tokens == sequence.num_unscheduled_tokens:
             self._prefilling.remove(sequence)
         self._add_row(draft, sequence, num_tokens)
+        draft.num_prompt_tokens += num_tokens
         return num_tokens
 
     def _add_row(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
         position = sequence.num_scheduled_tokens
         end = position + num_tokens
         num_sampled = 1 if end == len(sequence.token_ids) else 0
-        draft.scheduled.step.rows.add(
+        draft.step.rows.add(
             slot=sequence.slot,
             position=position,
             token_ids=sequence.token_ids[position:end],
-            new_block_ids=self._blocks.extend(sequence.block_table, end),
+            new_block_ids=self._blocks.grow(sequence, end, draft.step_id),
             num_sampled=num_sampled,
         )
-        draft.scheduled.rows.append(ScheduledRow(sequence, num_sampled))
+        draft.rows.append(ScheduledRow(sequence, num_sampled))
         draft.num_tokens += num_tokens
         sequence.num_scheduled_tokens = end
         sequence.rows_in_flight += 1
         sequence.last_step_id = draft.step_id
 
     def _make_room(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
-        """Sees to it that `num_tokens` of a sequence get blocks, at the cost of newer ones."""
-        needed = self._blocks.blocks_for(num_tokens) - len(sequence.block_table)
+        """Sees to it that `num_tokens` of a sequence get blocks, at the cost of later ones."""
+        needed = self._blocks.missing(sequence, num_tokens)
         while needed > self._blocks.num_free:
             draft.short_of_blocks = True
-            if needed <= self._blocks.num_free + self._blocks.num_fenced:
+            if self._blocks.come_free_for(needed):
                 return False  # Enough are on their way.
-            newer = [
+            later = [
                 other
                 for other in self._running
-                if other.arrival > sequence.arrival and other.last_step_id != draft.step_id
+                if other.rank > sequence.rank and other.last_step_id != draft.step_id
             ]
-            if not newer:
+            if not later:
                 return False
-            self._preempt(max(newer, key=_arrival))
+            self._preempt(max(later, key=service_order))
         return True
 
     # Ends of lives.
@@ -397,19 +402,14 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.WAITING
-        sequence.num_scheduled_tokens = 0
-        behind = 0
-        while behind < len(self._waiting) and self._waiting[behind].arrival < sequence.arrival:
-            behind += 1
-        self._waiting.insert(behind, sequence)
+        self._waiting.put_back(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and blocks away. Its rows in flight finish on the stages first: the slot is
         released by a later step, and the blocks stay fenced until then."""
         if sequence.slot is None:
             raise RuntimeError(f"{sequence.request_id} is running without a slot")
-        self._blocks.free(sequence.block_table, sequence.last_step_id)
-        sequence.block_table = []
+        self._blocks.release(sequence)
         self._released_slots.append(sequence.slot)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = None
@@ -417,10 +417,6 @@ class Scheduler:
         self._ready.pop(sequence, None)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

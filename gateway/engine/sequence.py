@@ -28,12 +28,19 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "block_hashes",
         "block_table",
+        "cache_salt",
         "choice_index",
         "finish_reason",
         "last_step_id",
+        "num_cached_tokens",
+        "num_registered_blocks",
         "num_scheduled_tokens",
+        "num_sent_blocks",
+        "priority",
         "prompt_length",
+        "rank",
         "request_id",
         "rows_in_flight",
         "sampling",
@@ -51,21 +58,37 @@ class Sequence:
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         stop: StopConditions,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.choice_index = choice_index
         self.sampling = sampling
         self.stop = stop
+        self.priority = priority
+        self.cache_salt = cache_salt
+        """Only sequences with the same salt share cached blocks."""
         self.prompt_length = len(prompt_token_ids)
         self.token_ids: list[int] = list(prompt_token_ids)
         """The log: prompt and output so far."""
         self.status = SequenceStatus.WAITING
         self.arrival = 0
-        """Order of arrival; the lower one is served first and preempted last."""
+        """Order of arrival."""
+        self.rank = (0, 0)
+        """Order of service; see `gateway.engine.waiting_queue`."""
         self.num_scheduled_tokens = 0
         """Tokens of the log sent to the stages: the position of the next query token."""
         self.slot: int | None = None
         self.block_table: list[int] = []
+        self.num_sent_blocks = 0
+        """Entries of the block table that the stages know."""
+        self.num_registered_blocks = 0
+        """Leading entries of the block table that are offered to the prefix cache."""
+        self.block_hashes: list[bytes] = []
+        """Of the log's full blocks, as far as they were needed; no life changes them."""
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache when it first ran; None before."""
         self.rows_in_flight = 0
         """Rows sent whose step is not done, of this and of earlier lives."""
         self.last_step_id = 0

@@ -24,6 +24,7 @@ class _Unread:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class RequestStream:
         unread.text.append(delta.text)
         unread.token_ids.extend(delta.token_ids)
         unread.logprobs.extend(delta.logprobs)
+        unread.num_cached_tokens += delta.num_cached_tokens
         if delta.finish_reason is not None:
             self._endings[delta.choice_index] = (delta.finish_reason, delta.stop_reason)
             self._last_finish_reason = delta.finish_reason
@@ -134,6 +136,7 @@ class RequestStream:
                     logprobs=tuple(unread.logprobs),
                     finish_reason=reason,
                     stop_reason=stop_reason,
+                    num_cached_tokens=unread.num_cached_tokens,
                 )
             )
         self._unread.clear()

@@ -75,6 +75,10 @@ class GenerationRequest:
     n: int = 1
     deadline: float | None = None
     """On the event loop's clock (`loop.time()`), seconds."""
+    priority: int = 0
+    """The lower is served earlier, where the scheduling policy asks for it."""
+    cache_salt: str = ""
+    """Cached blocks are shared only between requests with the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,9 @@ class ChoiceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the choice, where one did."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were in the prefix cache, said once: with the first token of choice 0.
+    The sum over a request's deltas is the request's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,10 @@ class EngineStats:
     running_requests: int
     steps_in_flight: int
     preemptions: int
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Those of them that were there."""
 
 
 class Engine(Protocol):

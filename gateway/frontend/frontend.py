@@ -25,8 +25,10 @@ from gateway.frontend.chat_template import ChatTemplate, template_source
 from gateway.frontend.generation_defaults import GenerationDefaults, load_generation_defaults
 from gateway.frontend.meter import Meter
 from gateway.frontend.params import (
+    check_cache_salt,
     check_count,
     check_n,
+    check_priority,
     check_token_ids,
     prompt_too_long,
     resolve_sampling,
@@ -88,9 +90,11 @@ class Frontend:
         vocab_size: int,
         metrics: Metrics,
         seed: int | None = None,
+        by_priority: bool = False,
     ) -> None:
         """`vocab_size` is the model's (rows of its embedding). `seed` makes the seeds
-        that are drawn for requests without one repeatable."""
+        that are drawn for requests without one repeatable. `by_priority` says that the engine
+        heeds priorities."""
         self.engine = engine
         self.tokenizer = assets.tokenizer
         self.chat_template = assets.chat_template
@@ -101,6 +105,7 @@ class Frontend:
         self.metrics = metrics
         self.created = int(time.time())
         """When serving began, seconds since 1970."""
+        self._by_priority = by_priority
         self._random = random.Random(seed)
         self._running = 0
         self._tokenizing = 0
@@ -198,6 +203,8 @@ class Frontend:
         """
         names = names or FieldNames()
         n = check_n(asked.n)
+        priority = check_priority(asked.priority, by_priority=self._by_priority)
+        cache_salt = check_cache_salt(asked.cache_salt)
         # Cheap checks first: nobody waits for a tokenizer to learn of a negative top_k.
         sampling = resolve_sampling(
             asked.sampling,
@@ -225,6 +232,8 @@ class Frontend:
             stop=stop,
             n=n,
             deadline=latest if deadline is None else min(deadline, latest),
+            priority=priority,
+            cache_salt=cache_salt,
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:

@@ -81,6 +81,11 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 """Logits are divided by it: a value near 0 makes them infinite, and no token can be drawn."""
 
+MAX_PRIORITY = 2**31 - 1
+"""Between minus this and this: what the wire carries."""
+
+MAX_CACHE_SALT_CHARS = 128
+
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where it is absent, as OpenAI has it. Chat and gRPC
 take what the context leaves."""

@@ -236,6 +236,29 @@ def prompt_too_long(prompt_tokens: str, max_model_len: int, prompt_field: str) -
     )
 
 
+def check_priority(priority: int, *, by_priority: bool) -> int:
+    """Order of service; refused where the service would pay no heed to it."""
+    _in_range("priority", priority, low=-limits.MAX_PRIORITY, high=limits.MAX_PRIORITY)
+    if priority and not by_priority:
+        raise InvalidRequest(
+            f"'priority' is {priority}, and this service takes requests in order of arrival: "
+            "leave it out, or start the service with --scheduling-policy priority",
+            param="priority",
+        )
+    return priority
+
+
+def check_cache_salt(cache_salt: str) -> str:
+    """Who shares cached prefixes with whom."""
+    if len(cache_salt) > limits.MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"'cache_salt' has {len(cache_salt)} characters; at most "
+            f"{limits.MAX_CACHE_SALT_CHARS} work",
+            param="cache_salt",
+        )
+    return cache_salt
+
+
 def check_n(n: int, field_name: str = "n") -> int:
     """Choices for each prompt."""
     if not 1 <= n <= limits.MAX_N:

@@ -65,6 +65,8 @@ class GenerationInput:
     sampling: SamplingInput = field(default_factory=SamplingInput)
     stop: StopInput = field(default_factory=StopInput)
     n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
 
 
 def check_message_count(count: int) -> None:

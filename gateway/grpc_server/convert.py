@@ -130,6 +130,8 @@ def input_of(request: inference_pb2.GenerateRequest) -> GenerationInput:
             ignore_eos=stop.ignore_eos,
         ),
         n=check_n(request.n or 1),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 

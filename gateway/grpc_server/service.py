@@ -58,6 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with contextlib.aclosing(self._frontend.generate(prepared)) as deltas:
                 async for delta in deltas:
                     counts.completion_tokens += len(delta.token_ids)
+                    counts.cached_prompt_tokens += delta.num_cached_tokens
                     unfinished -= delta.finish_reason is not None
                     if unfinished and _is_empty(delta):
                         continue

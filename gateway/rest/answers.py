@@ -52,13 +52,16 @@ class TokenCounts:
 
     prompt: int
     completion: int
+    cached: int
+    """Of the prompt, found in the prefix cache."""
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 

@@ -48,6 +48,7 @@ class RequestRecord:
     client_request_id: str | None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
     aborted: bool = False
     """The client left, or stopped reading, after its stream had begun."""
 

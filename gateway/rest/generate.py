@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.engine.types import GenerationRequest
+from gateway.engine.types import ChoiceDelta, GenerationRequest
 from gateway.frontend.frontend import Frontend
 from gateway.rest.answers import DONE_EVENT, Answer, Choice, TokenCounts
 from gateway.rest.connection import EventStream, while_connected
@@ -67,24 +67,32 @@ class _Run:
         return merged([self._frontend.generate(one) for one in self._prepared])
 
     def _counts(self) -> TokenCounts:
-        return TokenCounts(self._record.prompt_tokens, self._record.completion_tokens)
+        return TokenCounts(
+            self._record.prompt_tokens,
+            self._record.completion_tokens,
+            self._record.cached_prompt_tokens,
+        )
+
+    def _count(self, delta: ChoiceDelta) -> None:
+        self._record.completion_tokens += len(delta.token_ids)
+        self._record.cached_prompt_tokens += delta.num_cached_tokens
 
     async def whole(self) -> bytes:
         choices = [Choice(index) for index in range(self._answer.num_choices)]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for prompt_index, delta in deltas:
-                self._record.completion_tokens += len(delta.token_ids)
+                self._count(delta)
                 choices[prompt_index * self._n + delta.choice_index].take(delta)
         return self._answer.whole(choices, self._counts())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; the first comes with the first token."""
-        answer, record, n = self._answer, self._record, self._n
+        answer, n = self._answer, self._n
         begun: set[int] = set()
         try:
             async with contextlib.aclosing(self._deltas()) as deltas:
                 async for prompt_index, delta in deltas:
-                    record.completion_tokens += len(delta.token_ids)
+                    self._count(delta)
                     index = prompt_index * n + delta.choice_index
                     event = answer.event(index, delta)
                     if index not in begun:

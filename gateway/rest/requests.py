@@ -104,6 +104,8 @@ def _generation_input(
             ignore_eos=bool(body.ignore_eos),
         ),
         n=check_n(1 if body.n is None else body.n),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
     )
 
 

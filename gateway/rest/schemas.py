@@ -38,7 +38,6 @@ _NEUTRAL_COMMON: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "min_tokens": (0,),
-    "priority": (0,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -256,6 +255,12 @@ class SamplingBody(Body):
     stop: Stop = Field(None, description="Texts that end a choice; not part of the output.")
     stop_token_ids: StopIds = Field(None, description="Token ids that end a choice.")
     ignore_eos: bool | None = Field(None, description="Goes on past the end-of-sequence ids.")
+    priority: int | None = Field(
+        None, description="The lower is served earlier; needs --scheduling-policy priority."
+    )
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Only requests with the same salt share cached prefixes."
+    )
     stream: bool | None = Field(None, description="Server-sent events instead of one answer.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     user: str | None = Field(None, description="Accepted, without effect.")

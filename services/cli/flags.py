@@ -235,6 +235,18 @@ SERVE_GROUPS = (
                 "most sequences at a time, over all batches in flight",
             ),
             Flag(("--max-num-batched-tokens",), values.token_count, "most tokens in one step"),
+            Flag(
+                ("--scheduling-policy",),
+                values.one_of("fcfs", "priority"),
+                "fcfs: in order of arrival; priority: requests with a lower priority value first",
+                metavar="{fcfs,priority}",
+            ),
+            Flag(
+                ("--enable-prefix-caching",),
+                values.switch,
+                "keep what was computed for prompts that begin alike (default: on)",
+                arity=Arity.SWITCH,
+            ),
             Flag(("--block-size",), values.positive_integer, "tokens in one KV cache block"),
             Flag(
                 ("--kv-cache-memory-bytes",),

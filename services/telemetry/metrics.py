@@ -50,6 +50,10 @@ class EngineGauges(Protocol):
     def steps_in_flight(self) -> int: ...
     @property
     def preemptions(self) -> int: ...
+    @property
+    def prefix_cache_queries(self) -> int: ...
+    @property
+    def prefix_cache_hits(self) -> int: ...
 
 
 class FinishedRequest(Protocol):
@@ -78,11 +82,24 @@ class _EngineCollector(Collector):
             ("stagemesh_steps_in_flight", "Steps on their way.", stats.steps_in_flight),
         ):
             yield GaugeMetricFamily(name, text, value=value)
-        yield CounterMetricFamily(
-            "stagemesh_preemptions",
-            "Sequences that lost their KV blocks and were computed again.",
-            value=stats.preemptions,
-        )
+        for name, text, value in (
+            (
+                "stagemesh_preemptions",
+                "Sequences that lost their KV blocks and were computed again.",
+                stats.preemptions,
+            ),
+            (
+                "stagemesh_prefix_cache_queries",
+                "Prompt tokens that were looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                "stagemesh_prefix_cache_hits",
+                "Prompt tokens that were in the prefix cache and not computed.",
+                stats.prefix_cache_hits,
+            ),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
 
 
 class Metrics:

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from stagemesh.v1 import step_pb2 as stagemesh_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstagemesh/v1/inference.proto\x12\x0cstagemesh.v1\x1a\x17stagemesh/v1/step.proto\"t\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stagemesh.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"r\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\x8c\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.stagemesh.v1.ChatPromptH\x00\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.TokenPromptH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.stagemesh.v1.StopConditions\x12\t\n\x01n\x18\x07 \x01(\r\x12\x12\n\nrequest_id\x18\x08 \x01(\tB\x08\n\x06prompt\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa0\x02\n\x10GenerateResponse\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.stagemesh.v1.Usage\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x13\n\tstop_text\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x42\r\n\x0bstop_reason\"\xf5\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.stagemesh.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x11return_token_strs\x18\x06 \x01(\x08\x42\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_prompt\"P\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\ntoken_strs\x18\x03 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.stagemesh.v1.Model*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xcc\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.stagemesh.v1.TokenizeRequest\x1a\x1e.stagemesh.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.stagemesh.v1.DetokenizeRequest\x1a .stagemesh.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.stagemesh.v1.ListModelsRequest\x1a .stagemesh.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstagemesh/v1/inference.proto\x12\x0cstagemesh.v1\x1a\x17stagemesh/v1/step.proto\"t\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stagemesh.v1.ChatMessage\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"r\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\xb2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.stagemesh.v1.ChatPromptH\x00\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.TokenPromptH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.stagemesh.v1.SamplingParams\x12*\n\x04stop\x18\x06 \x01(\x0b\x32\x1c.stagemesh.v1.StopConditions\x12\t\n\x01n\x18\x07 \x01(\r\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x12\n\ncache_salt\x18\n \x01(\tB\x08\n\x06prompt\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\xa0\x02\n\x10GenerateResponse\x12\x14\n\x0c\x63hoice_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.stagemesh.v1.TokenLogprobs\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.stagemesh.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.stagemesh.v1.Usage\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x13\n\tstop_text\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x42\r\n\x0bstop_reason\"\xf5\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.stagemesh.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x19\n\x11return_token_strs\x18\x06 \x01(\x08\x42\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_prompt\"P\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\ntoken_strs\x18\x03 \x03(\t\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\";\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.stagemesh.v1.Model*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xcc\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.stagemesh.v1.GenerateRequest\x1a\x1e.stagemesh.v1.GenerateResponse0\x01\x12I\n\x08Tokenize\x12\x1d.stagemesh.v1.TokenizeRequest\x1a\x1e.stagemesh.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.stagemesh.v1.DetokenizeRequest\x1a .stagemesh.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.stagemesh.v1.ListModelsRequest\x1a .stagemesh.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1581
-  _globals['_FINISHREASON']._serialized_end=1701
+  _globals['_FINISHREASON']._serialized_start=1649
+  _globals['_FINISHREASON']._serialized_end=1769
   _globals['_CHATMESSAGE']._serialized_start=71
   _globals['_CHATMESSAGE']._serialized_end=187
   _globals['_CHATPROMPT']._serialized_start=189
@@ -43,25 +43,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCONDITIONS']._serialized_start=282
   _globals['_STOPCONDITIONS']._serialized_end=396
   _globals['_GENERATEREQUEST']._serialized_start=399
-  _globals['_GENERATEREQUEST']._serialized_end=667
-  _globals['_USAGE']._serialized_start=669
-  _globals['_USAGE']._serialized_end=726
-  _globals['_GENERATERESPONSE']._serialized_start=729
-  _globals['_GENERATERESPONSE']._serialized_end=1017
-  _globals['_TOKENIZEREQUEST']._serialized_start=1020
-  _globals['_TOKENIZEREQUEST']._serialized_end=1265
-  _globals['_TOKENIZERESPONSE']._serialized_start=1267
-  _globals['_TOKENIZERESPONSE']._serialized_end=1347
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1349
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1402
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1404
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1438
-  _globals['_LISTMODELSREQUEST']._serialized_start=1440
-  _globals['_LISTMODELSREQUEST']._serialized_end=1459
-  _globals['_MODEL']._serialized_start=1461
-  _globals['_MODEL']._serialized_end=1520
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1522
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1579
-  _globals['_INFERENCESERVICE']._serialized_start=1704
-  _globals['_INFERENCESERVICE']._serialized_end=2036
+  _globals['_GENERATEREQUEST']._serialized_end=705
+  _globals['_USAGE']._serialized_start=707
+  _globals['_USAGE']._serialized_end=794
+  _globals['_GENERATERESPONSE']._serialized_start=797
+  _globals['_GENERATERESPONSE']._serialized_end=1085
+  _globals['_TOKENIZEREQUEST']._serialized_start=1088
+  _globals['_TOKENIZEREQUEST']._serialized_end=1333
+  _globals['_TOKENIZERESPONSE']._serialized_start=1335
+  _globals['_TOKENIZERESPONSE']._serialized_end=1415
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1417
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1470
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1472
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1506
+  _globals['_LISTMODELSREQUEST']._serialized_start=1508
+  _globals['_LISTMODELSREQUEST']._serialized_end=1527
+  _globals['_MODEL']._serialized_start=1529
+  _globals['_MODEL']._serialized_end=1588
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1590
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1647
+  _globals['_INFERENCESERVICE']._serialized_start=1772
+  _globals['_INFERENCESERVICE']._serialized_end=2104
 # @@protoc_insertion_point(module_scope)

@@ -75,6 +75,7 @@ class ScriptedEngine:
     """Before each token."""
     fail_with: Exception | None = None
     fail_after_tokens: int = 0
+    num_cached_tokens: int = 0
     ready: bool = True
     seen: list[GenerationRequest] = field(default_factory=list)
     open_requests: set[str] = field(default_factory=set)
@@ -131,6 +132,7 @@ class ScriptedEngine:
                     logprobs=self._logprobs(token_ids, request.sampling.num_logprobs),
                     finish_reason=reason,
                     stop_reason=stop_reason,
+                    num_cached_tokens=0 if position or choice else self.num_cached_tokens,
                 )
             if last or found is not None:
                 return
@@ -169,6 +171,7 @@ def make_gateway(directory: Path) -> FakeGateway:
         vocab_size=VOCAB_SIZE,
         metrics=metrics,
         seed=1,
+        by_priority=True,
     )
     return FakeGateway(frontend, engine, metrics, assets.tokenizer.backend)
 

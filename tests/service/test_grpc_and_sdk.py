@@ -77,6 +77,8 @@ async def test_every_option_reaches_the_engine(door: Door) -> None:
         stop_token_ids=[9],
         ignore_eos=True,
         n=2,
+        priority=-7,
+        cache_salt="mine",
         request_id="mine",
     )
     request = door.gateway.engine.seen[0]
@@ -88,9 +90,11 @@ async def test_every_option_reaches_the_engine(door: Door) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.5, {5: -100.0})
     assert (stop.max_tokens, stop.stop_strings, stop.stop_token_ids) == (4, ("Paris",), {9})
+    assert (request.priority, request.cache_salt) == (-7, "mine")
 
 
 async def test_stream_choices_logprobs_and_usage(door: Door) -> None:
+    door.gateway.engine.num_cached_tokens = 2
     chunks = [
         chunk
         async for chunk in door.client.stream(
@@ -104,6 +108,7 @@ async def test_stream_choices_logprobs_and_usage(door: Door) -> None:
         assert all(len(c.logprobs) == len(c.token_ids) == 1 for c in own)
         assert own[0].logprobs[0].logprob == -0.5 and len(own[0].logprobs[0].top) == 2
     assert chunks[-1].usage is not None
+    assert chunks[-1].usage.cached_prompt_tokens == 2
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert {chunk.request_id for chunk in chunks} == {"mine"}
 

@@ -112,6 +112,34 @@ async def test_completion_whole_with_echo_and_logprobs(rest: Rest) -> None:
     assert logprobs.tokens[0] in logprobs.top_logprobs[0]
 
 
+async def test_cached_prompt_tokens_are_reported(rest: Rest) -> None:
+    rest.gateway.engine.num_cached_tokens = 3
+    answer = await rest.client.chat.completions.create(model=MODEL, messages=QUESTION, n=2)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    stream = await rest.client.completions.create(
+        model=MODEL,
+        prompt=["stop here", "stop now"],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    usage = [chunk.usage async for chunk in stream][-1]
+    assert usage.prompt_tokens_details.cached_tokens == 6
+
+
+async def test_priority_and_cache_salt_reach_the_engine(rest: Rest) -> None:
+    await rest.client.chat.completions.create(
+        model=MODEL, messages=QUESTION, extra_body={"priority": -3, "cache_salt": "mine"}
+    )
+    request = rest.gateway.engine.seen[0]
+    assert (request.priority, request.cache_salt) == (-3, "mine")
+    for wrong in ({"priority": 2**31}, {"cache_salt": ""}, {"cache_salt": "x" * 129}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rest.client.chat.completions.create(
+                model=MODEL, messages=QUESTION, extra_body=wrong
+            )
+        assert caught.value.param == next(iter(wrong))
+
+
 async def test_completion_defaults_to_sixteen_tokens(rest: Rest) -> None:
     rest.gateway.engine.reply = REPLY * 2
     answer = await rest.client.completions.create(model=MODEL, prompt="stop")

@@ -168,7 +168,7 @@ def test_a_missing_file_is_refused() -> None:
         (("m", "--zzz"), "unknown flag --zzz; see stagemesh serve --help"),
         (("m", "--enable-lora"), "vLLM has --enable-lora, stagemesh serve does not (yet)"),
         (("m", "--enable_lora"), "vLLM has --enable_lora"),
-        (("m", "--no-enable-prefix-caching"), "vLLM has --no-enable-prefix-caching"),
+        (("m", "--no-enable-expert-parallel"), "vLLM has --no-enable-expert-parallel"),
         (("m", "-dpl", "2"), "vLLM has -dpl"),
         (("m", "--speculative-config.method=x"), "vLLM has --speculative-config.method"),
         (("m", "--port"), "--port needs a value"),

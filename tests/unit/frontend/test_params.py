@@ -14,6 +14,7 @@ from gateway.frontend.generation_defaults import GenerationDefaults
 from gateway.frontend.params import (
     SamplingInput,
     StopInput,
+    check_priority,
     resolve_max_tokens,
     resolve_sampling,
     resolve_stop,
@@ -123,3 +124,16 @@ def test_counts_have_limits() -> None:
     ):
         with pytest.raises(InvalidRequest, match="stop"):
             stop(asked)
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31])
+def test_a_priority_fits_the_wire(priority: int) -> None:
+    with pytest.raises(InvalidRequest, match="'priority' must be a number between"):
+        check_priority(priority, by_priority=True)
+
+
+def test_a_priority_that_nobody_heeds_is_refused() -> None:
+    assert check_priority(0, by_priority=False) == 0
+    assert check_priority(-5, by_priority=True) == -5
+    with pytest.raises(InvalidRequest, match="--scheduling-policy priority"):
+        check_priority(-5, by_priority=False)

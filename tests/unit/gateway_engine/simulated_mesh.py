@@ -2,18 +2,22 @@
 
 The cache is one shared memory of numbered cells. A step writes its tokens when
 it enters the first stage and reads its whole context back, through the block
-tables, when it leaves the last one. The "model" is a hash of what it reads: a
-wrong token, order, position, block or a block reused too early gives other
-tokens than `reference_tokens`.
+tables, when it leaves the last one. As with real keys and values, what is in a
+cell depends on all tokens before it, so that a block shared with a sequence that
+began otherwise is noticed. The "model" is a hash of what it reads: a wrong token,
+order, position, block or a block reused too early gives other tokens than
+`reference_tokens`.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from gateway.engine.scheduler import ScheduledStep, Scheduler, SequenceOutput
+from gateway.engine.scheduled_step import ScheduledStep, SequenceOutput
+from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence
 from gateway.engine.types import SamplingParams, StopConditions
 from stagemesh.v1 import step_pb2
@@ -38,6 +42,11 @@ def reference_tokens(
     return log[len(prompt) :]
 
 
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt like no other of another seed."""
+    return tuple(random.Random(seed).choices(range(VOCAB_SIZE), k=length))
+
+
 def new_sequence(
     prompt: Iterable[int],
     max_tokens: int,
@@ -46,6 +55,8 @@ def new_sequence(
     stop_token_ids: frozenset[int] = frozenset(),
     sampling: SamplingParams | None = None,
     choice_index: int = 0,
+    priority: int = 0,
+    cache_salt: str = "",
 ) -> Sequence:
     """A sequence with neutral settings."""
     return Sequence(
@@ -54,6 +65,8 @@ def new_sequence(
         tuple(prompt),
         sampling or SamplingParams(),
         StopConditions(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
@@ -63,7 +76,8 @@ class _Slot:
     seed: int
     num_logprobs: int | None
     block_table: list[int] = field(default_factory=list)
-    num_tokens: int = 0
+    num_tokens: int | None = None
+    """None until its first row, which may start behind a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +98,14 @@ class _Flight:
 
     step: step_pb2.Step
     finish_time: float
+    seconds: float
+    """On each stage."""
     reads: list[_Read]
 
 
 class SimulatedMesh:
-    """`num_stages` stages that take `stage_seconds` each; refuses what a real stage would."""
+    """`num_stages` stages that take `stage_seconds` each (or what it says of a step); refuses
+    what a real stage would."""
 
     def __init__(
         self,
@@ -98,7 +115,7 @@ class SimulatedMesh:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_stages: int,
-        stage_seconds: float = 1.0,
+        stage_seconds: float | Callable[[step_pb2.Step], float] = 1.0,
         epoch: int = 1,
     ) -> None:
         self.num_stages = num_stages
@@ -107,11 +124,16 @@ class SimulatedMesh:
         self.entries: dict[tuple[int, int], float] = {}
         """(step id, stage) -> virtual time of entry."""
         self.steps: list[step_pb2.Step] = []
+        self.busy_seconds = 0.0
+        """Of each stage."""
+        self.num_cached_tokens = 0
+        """Not computed because they were there."""
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._cells: dict[int, int] = {}
+        self._cells: dict[int, tuple[int, int]] = {}
+        """Token, and hash of it and all before it."""
         self._slots: dict[int, _Slot] = {}
         self._stage_free = [0.0] * num_stages
         self._flights: deque[_Flight] = deque()
@@ -140,18 +162,25 @@ class SimulatedMesh:
         assert sum(len(row.token_ids) for row in step.rows) <= self._max_num_batched_tokens
         assert len({row.slot for row in step.rows}) == len(step.rows)
         reads = [self._write(row) for row in step.rows]
+        seconds = (
+            self.stage_seconds
+            if isinstance(self.stage_seconds, float)
+            else (self.stage_seconds(step))
+        )
         time = now
         for stage in range(self.num_stages):
             time = max(time, self._stage_free[stage])
             self.entries[step.step_id, stage] = time
-            time += self.stage_seconds
+            time += seconds
             self._stage_free[stage] = time
-        self._flights.append(_Flight(step, time, reads))
+        self.busy_seconds += seconds
+        self._flights.append(_Flight(step, time, seconds, reads))
 
     def finish_next(self) -> step_pb2.StepResult:
         """The oldest step leaves the last stage."""
         flight = self._flights.popleft()
         result = step_pb2.StepResult(epoch=flight.step.epoch, step_id=flight.step.step_id)
+        result.clock.compute_ns = round(flight.seconds * 1e9)
         for row, read in enumerate(flight.reads):
             context = self._context(read.block_table, read.num_tokens)
             assert hash(context) == read.checksum, "a block was reused while a step was reading it"
@@ -165,21 +194,42 @@ class SimulatedMesh:
 
     def _write(self, row: step_pb2.StepRow) -> _Read:
         slot = self._slots[row.slot]
-        for block in row.new_block_ids:
-            assert 0 <= block < self._num_blocks
-            assert all(block not in other.block_table for other in self._slots.values())
+        assert all(0 <= block < self._num_blocks for block in row.new_block_ids)
         slot.block_table.extend(row.new_block_ids)
+        assert len(set(slot.block_table)) == len(slot.block_table)
         assert len(row.token_ids) > 0
+        if slot.num_tokens is None:
+            # A cached prefix: what it holds is checked when it is read.
+            slot.num_tokens = row.position
+            self.num_cached_tokens += row.position
         assert row.position == slot.num_tokens
-        for offset, token_id in enumerate(row.token_ids):
-            self._cells[self._cell(slot.block_table, row.position + offset)] = token_id
-        slot.num_tokens += len(row.token_ids)
+        end = row.position + len(row.token_ids)
+        self._assert_own(slot, row.position // self._block_size, -(-end // self._block_size))
+        context = self._context(slot.block_table, row.position)
+        chain = self._cells[self._cell(slot.block_table, row.position - 1)][1] if context else 0
+        for position, token_id in enumerate(row.token_ids, row.position):
+            chain = hash((chain, token_id))
+            self._cells[self._cell(slot.block_table, position)] = (token_id, chain)
+        slot.num_tokens = end
         table = list(slot.block_table)
-        checksum = hash(self._context(table, slot.num_tokens))
-        return _Read(slot, table, slot.num_tokens, row.num_sampled, checksum)
+        checksum = hash(self._context(table, end))
+        return _Read(slot, table, end, row.num_sampled, checksum)
+
+    def _assert_own(self, slot: _Slot, first: int, end: int) -> None:
+        """Blocks that are written belong to nobody else."""
+        written = set(slot.block_table[first:end])
+        for other in self._slots.values():
+            assert other is slot or written.isdisjoint(other.block_table), "a shared block changes"
 
     def _context(self, table: list[int], num_tokens: int) -> tuple[int, ...]:
-        return tuple(self._cells[self._cell(table, position)] for position in range(num_tokens))
+        """The tokens in front of a position, each of which belongs behind those before it."""
+        tokens, chain = [], 0
+        for position in range(num_tokens):
+            token_id, found = self._cells[self._cell(table, position)]
+            chain = hash((chain, token_id))
+            assert chain == found, "a block was computed behind another beginning"
+            tokens.append(token_id)
+        return tuple(tokens)
 
     def _cell(self, table: list[int], position: int) -> int:
         return table[position // self._block_size] * self._block_size + position % self._block_size

@@ -12,7 +12,7 @@ from simulated_mesh import SimulatedMesh, reference_tokens
 from tiny_tokenizers import byte_level
 
 from gateway.engine.engine import EngineConfig, MeshEngine
-from gateway.engine.scheduler import SchedulerLimits
+from gateway.engine.scheduled_step import SchedulerLimits
 from gateway.engine.stream import RequestTimings
 from gateway.engine.types import (
     ChoiceDelta,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import hypothesis.strategies as st
 from hypothesis import event, given, settings
 from simulated_mesh import Action, SimulatedMesh, Simulation, new_sequence, reference_tokens
 
-from gateway.engine.scheduler import Scheduler, SchedulerLimits
+from gateway.engine.scheduled_step import SchedulerLimits
+from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence, SequenceStatus
 from gateway.engine.types import FinishReason, SamplingParams
+from gateway.engine.waiting_queue import SchedulingPolicy
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class Visit:
     max_tokens: int
     leaves_after: float | None
     """When its client goes away; None stays."""
+    beginning: int = 0
+    """Prompts with the same one are alike as far as both go."""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Setting:
     max_num_seqs: int
     max_num_batched_tokens: int
     min_prompt_chunk_tokens: int
+    enable_prefix_caching: bool = True
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
 
 
 SETTINGS = st.builds(
@@ -48,6 +55,8 @@ SETTINGS = st.builds(
     max_num_seqs=st.integers(1, 9),
     max_num_batched_tokens=st.integers(1, 24),
     min_prompt_chunk_tokens=st.integers(1, 16),
+    enable_prefix_caching=st.booleans(),
+    policy=st.sampled_from(SchedulingPolicy),
 )
 VISITS = st.lists(
     st.builds(
@@ -56,6 +65,8 @@ VISITS = st.lists(
         prompt_length=st.integers(1, 30),
         max_tokens=st.integers(1, 20),
         leaves_after=st.none() | st.integers(0, 30).map(float),
+        beginning=st.integers(0, 3),
+        priority=st.integers(-2, 2),
     ),
     min_size=1,
     max_size=14,
@@ -70,6 +81,8 @@ def build(setting: Setting) -> Simulation:
         max_num_batched_tokens=setting.max_num_batched_tokens,
         max_steps_in_flight=setting.depth,
         min_prompt_chunk_tokens=setting.min_prompt_chunk_tokens,
+        enable_prefix_caching=setting.enable_prefix_caching,
+        policy=setting.policy,
     )
     mesh = SimulatedMesh(
         num_blocks=setting.num_blocks,
@@ -92,11 +105,12 @@ def traffic(
         if visit.prompt_length + visit.max_tokens - 1 > capacity:
             continue
         sequence = new_sequence(
-            (index * 7 + k * k for k in range(visit.prompt_length)),
+            (visit.beginning * 7 + k * k for k in range(visit.prompt_length)),
             visit.max_tokens,
             name=str(index),
             stop_token_ids=frozenset({11, 12}),
             sampling=SamplingParams(seed=index),
+            priority=visit.priority,
         )
         sequences.append(sequence)
         add: Callable[[], None] = partial(sim.scheduler.add, sequence)
@@ -129,6 +143,7 @@ def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list
     sequences, actions = traffic(sim, setting, visits)
     sim.run(actions)
     check_ends(sim, setting, sequences)
+    event(f"cached: {min(sim.mesh.num_cached_tokens, 1)}")
 
 
 @settings(max_examples=150, deadline=None)
@@ -137,6 +152,7 @@ def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list
     extra_depth=st.integers(0, 2),
     num_blocks=st.integers(14, 30),
     budget=st.integers(2, 16),
+    policy=st.sampled_from(SchedulingPolicy),
     visits=st.lists(
         st.builds(
             Visit,
@@ -144,15 +160,23 @@ def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list
             prompt_length=st.integers(1, 6),
             max_tokens=st.integers(4, 9),
             leaves_after=st.none() | st.integers(0, 20).map(float),
+            beginning=st.integers(0, 3),
+            priority=st.integers(0, 1),
         ),
         min_size=6,
         max_size=12,
     ),
 )
 def test_answers_survive_constant_preemption(
-    num_stages: int, extra_depth: int, num_blocks: int, budget: int, visits: list[Visit]
+    num_stages: int,
+    extra_depth: int,
+    num_blocks: int,
+    budget: int,
+    policy: SchedulingPolicy,
+    visits: list[Visit],
 ) -> None:
-    setting = Setting(num_stages, num_stages + extra_depth, num_blocks, 1, 8, budget, 2)
+    depth = num_stages + extra_depth
+    setting = Setting(num_stages, depth, num_blocks, 1, 8, budget, 2, policy=policy)
     sim = build(setting)
     sequences, actions = traffic(sim, setting, visits)
     sim.run(actions)
@@ -163,7 +187,7 @@ def test_answers_survive_constant_preemption(
 @settings(max_examples=60, deadline=None)
 @given(setting=SETTINGS, visits=VISITS)
 def test_first_come_first_started(setting: Setting, visits: list[Visit]) -> None:
-    sim = build(setting)
+    sim = build(replace(setting, policy=SchedulingPolicy.FCFS))
     _, actions = traffic(sim, setting, visits)
     sim.run(actions)
     first_steps: dict[int, int] = {}
@@ -207,7 +231,13 @@ def test_an_abort_storm_leaves_the_survivors_blocks_alone(
     """F16: four stages, few blocks, three of four clients leave while their steps are in flight."""
     setting = Setting(4, 4, 96 // block_size, block_size, 16, 32, 4)
     visits = [
-        Visit(float(index // 4), 5 + index % 9, 12, None if index % 4 == 0 else leaves[index])
+        Visit(
+            arrives=float(index // 4),
+            prompt_length=5 + index % 9,
+            max_tokens=12,
+            leaves_after=None if index % 4 == 0 else leaves[index],
+            beginning=index % 3,
+        )
         for index in range(24)
     ]
     sim = build(setting)

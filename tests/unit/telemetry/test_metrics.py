@@ -18,6 +18,8 @@ class Stats:
     running_requests: int = 2
     steps_in_flight: int = 3
     preemptions: int = 4
+    prefix_cache_queries: int = 500
+    prefix_cache_hits: int = 320
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -58,6 +60,8 @@ def test_the_engine_is_read_at_the_scrape() -> None:
     assert found["stagemesh_kv_free_blocks{}"] == 7
     assert found["stagemesh_kv_blocks{}"] == 100
     assert found["stagemesh_preemptions_total{}"] == 4
+    assert found["stagemesh_prefix_cache_queries_total{}"] == 500
+    assert found["stagemesh_prefix_cache_hits_total{}"] == 320
 
 
 def test_queue_time_comes_from_the_engine() -> None:

@@ -1,0 +1,100 @@
+"""How much goes into a step: pure functions, and what steps have been seen to cost.
+
+Decodes. Running sequences are spread evenly over the steps in flight, so that
+every stage has work; none takes more than its share.
+
+Prompts while nobody decodes. n chunks take n + P - 1 chunk times through P
+stages, so a prompt is cut into enough of them to keep that bubble small, but
+not finer than a chunk is worth.
+
+Prompts while others decode. Each step takes the time of its decodes and that of
+its prompt tokens, and whoever decodes waits for both. The time is shared in
+proportion to the sequences that want it, W prompts and D decodes, and prompts
+get at least half: a step may take 1 + max(1, W/D) times what a step of decodes
+alone takes. So a long prompt at most doubles the time between the tokens of
+others, and a crowd of prompts is not held up by the first few that decode.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+PARTS_PER_FURTHER_STAGE = 12
+"""Chunks of a prompt that runs alone, for each stage after the first: its bubble is
+1/13 of the time."""
+MIN_MIXED_CHUNK_TOKENS = 16
+"""Of a prompt beside decodes, whatever steps cost: every step has its fixed costs too."""
+LEAST_PROMPT_SHARE = 1.0
+"""Time of a step's prompt tokens by the time of its decodes that is always allowed."""
+NUM_REMEMBERED_STEPS = 15
+"""Of each kind. Their median is not moved by a few outliers (a first step, a busy moment)."""
+
+
+class StepCosts:
+    """What recent steps took on the last stage, by kind of work."""
+
+    __slots__ = ("_decode_seconds", "_prompt_token_seconds")
+
+    def __init__(self) -> None:
+        self._decode_seconds: deque[float] = deque(maxlen=NUM_REMEMBERED_STEPS)
+        self._prompt_token_seconds: deque[float] = deque(maxlen=NUM_REMEMBERED_STEPS)
+
+    def observe(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step is done that held so many prompt tokens, and may have held decodes."""
+        if seconds <= 0:
+            return
+        if num_prompt_tokens == 0:
+            self._decode_seconds.append(seconds)
+        elif num_prompt_tokens >= MIN_MIXED_CHUNK_TOKENS:
+            # Of fewer, it is the fixed costs that would be measured.
+            beside = median(self._decode_seconds) if self._decode_seconds else 0.0
+            self._prompt_token_seconds.append(max(0.0, seconds - beside) / num_prompt_tokens)
+
+    def prompt_tokens_worth(self, decode_steps: float) -> int | None:
+        """Prompt tokens that take as long as so many steps of decodes alone; None while
+        either is unknown."""
+        if not self._decode_seconds or not self._prompt_token_seconds:
+            return None
+        each = median(self._prompt_token_seconds)
+        seconds = decode_steps * median(self._decode_seconds)
+        return None if each <= 0 else int(seconds / each)
+
+
+def decode_quota(num_ready: int, num_decoding: int, free_steps: int, depth: int) -> int:
+    """Decodes in the next step, of `num_ready` that could go into it.
+
+    `num_decoding` counts those on their way too; `free_steps` may still be sent before a
+    result is due, this one included; `depth` is how many are in flight at most.
+    """
+    # The first bound spreads what is ready over the steps that can still be sent; the
+    # second keeps an even share when the batches in flight have become uneven.
+    return min(
+        _ceil_div(num_ready, min(free_steps, depth)),
+        _ceil_div(num_decoding, depth),
+    )
+
+
+def lone_prompt_chunk(whole: int, pending: int, num_stages: int, min_chunk: int) -> int:
+    """Tokens of a chunk while nobody decodes. `whole` is the length of the prompts at work,
+    `pending` what is left of it."""
+    if num_stages == 1:
+        return pending
+    parts = PARTS_PER_FURTHER_STAGE * (num_stages - 1)
+    chunk = max(min_chunk, _ceil_div(whole, parts))
+    # A tail that is too short goes with the chunks before it.
+    return _ceil_div(pending, max(1, pending // chunk))
+
+
+def mixed_prompt_chunk(
+    costs: StepCosts, num_prompts: int, num_decoding: int, default_tokens: int
+) -> int:
+    """Most prompt tokens of a step while `num_decoding` sequences decode and `num_prompts`
+    have prompts to compute. `default_tokens` holds until steps of both kinds were seen."""
+    share = max(LEAST_PROMPT_SHARE, num_prompts / num_decoding)
+    tokens = costs.prompt_tokens_worth(share)
+    return max(MIN_MIXED_CHUNK_TOKENS, default_tokens if tokens is None else tokens)
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
