@@ -150,6 +150,7 @@ class Gateway:
             self._metrics.observe_routing,
             config.join_timeout_seconds,
         )
+        self._control.watch_mesh(self._mesh)
         self._metrics.watch_engine(self._mesh.stats)
         self._frontend = Frontend(
             self._mesh,
@@ -243,7 +244,7 @@ class Gateway:
         )
 
     def _why_not_ready(self) -> str | None:
-        return None if self._mesh.ready else self._mesh.why_not_ready or "the mesh is going down"
+        return self._mesh.not_ready_reason() or None
 
     async def _serve_rest(self, server: RestServer) -> None:
         try:

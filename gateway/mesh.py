@@ -19,6 +19,7 @@ from gateway.mesh_view import MeshView, mesh_view
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.replica import Replica
+from services.control.progress import StageProgress
 from services.control.service import ControlService
 from services.errors import PipelineUnavailable, StageFailed
 from services.mesh_plan import MeshPlan
@@ -197,6 +198,15 @@ class Mesh:
         """Closes the channels to the workers. No call may follow."""
         for replica in self._replicas:
             await replica.close()
+
+    def progress(self) -> tuple[StageProgress, ...]:
+        """How far every stage of every replica is; empty before the mesh is up."""
+        pipelines = [r.pipeline for r in self._replicas if r.pipeline is not None]
+        return tuple(stage for pipeline in pipelines for stage in pipeline.progress())
+
+    def not_ready_reason(self) -> str:
+        """Why no request is taken now, in words; empty while requests are."""
+        return "" if self.ready else self.why_not_ready or "the mesh is going down"
 
     def view(self) -> MeshView:
         """What `/v1/mesh` shows."""
