@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import compare, cpu_linear, front_door, gateway_step, start_up
+from benchmarks import against_transformers, cpu_linear, start_up
 
 BENCHMARKS = {
     "start-up": start_up.main,
-    "gateway-step": gateway_step.main,
-    "front-door": front_door.main,
     "cpu-linear": cpu_linear.main,
-    "compare": compare.main,
+    "against-transformers": against_transformers.main,
 }
 
 

@@ -35,12 +35,6 @@ class Check(str, Enum):
     LIMITS = "limits"
     DISK = "disk"
     SHARED_MEMORY = "shared memory"
-    HEAD = "head"
-    JOIN = "join"
-    CLOCK = "clock"
-    NETWORK = "network"
-    MESH = "mesh"
-    PROGRESS = "progress"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts
-from services.software import Version
+from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, Version
 
 GIB = 1 << 30
 INSTALLED = (
