@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import against_transformers, cpu_linear, start_up
+from benchmarks import compare, cpu_linear, front_door, gateway_step, start_up
 
 BENCHMARKS = {
     "start-up": start_up.main,
+    "gateway-step": gateway_step.main,
+    "front-door": front_door.main,
     "cpu-linear": cpu_linear.main,
-    "against-transformers": against_transformers.main,
+    "compare": compare.main,
 }
 
 

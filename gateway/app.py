@@ -34,7 +34,7 @@ from services.control.service import ControlService
 from services.errors import ConfigError, StagemeshError, UsageError, failure_of
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
-from services.mesh_plan import MeshPlan, check_memory, make_plan
+from services.mesh_plan import MeshPlan, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address, join_host_port
 from services.rpc.server import RpcServer
@@ -100,10 +100,7 @@ def _prepare(config: ServeConfig, *, own_devices: bool) -> tuple[MeshPlan, Model
     if warning is not None:
         log.warning("%s", warning)
     model_path = resolve_model(config.model)
-    node = socket.gethostname()
-    plan = make_plan(config, model_path, node, own_devices=own_devices)
-    if own_devices:
-        check_memory(plan, config.node_rank, node)
+    plan = make_plan(config, model_path, socket.gethostname(), own_devices=own_devices)
     return plan, load_assets(config, model_path)
 
 
@@ -153,6 +150,7 @@ class Gateway:
             self._metrics.observe_routing,
             config.join_timeout_seconds,
         )
+        self._control.watch_mesh(self._mesh)
         self._metrics.watch_engine(self._mesh.stats)
         self._frontend = Frontend(
             self._mesh,
@@ -246,7 +244,7 @@ class Gateway:
         )
 
     def _why_not_ready(self) -> str | None:
-        return None if self._mesh.ready else self._mesh.why_not_ready or "the mesh is going down"
+        return self._mesh.not_ready_reason() or None
 
     async def _serve_rest(self, server: RestServer) -> None:
         try:

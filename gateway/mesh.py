@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Callable
 from gateway.engine.engine import MeshEngine
 from gateway.engine.router import ReplicaRouter
 from gateway.engine.types import ChoiceDelta, EngineStats, GenerationRequest
-from gateway.fit import check_reported_memory
 from gateway.mesh_view import MeshView, mesh_view
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.replica import Replica
+from services.control.progress import StageProgress
 from services.control.service import ControlService
 from services.errors import PipelineUnavailable, StageFailed
 from services.mesh_plan import MeshPlan
@@ -141,11 +141,7 @@ class Mesh:
             for dp_rank in range(self._plan.shape.dp_size)
         ]
         async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(replica.form_groups(self._epoch))
-        check_reported_memory(self._plan, members)
-        async with asyncio.TaskGroup() as tasks:
-            loads = [tasks.create_task(r.load(self._epoch)) for r in self._replicas]
+            loads = [tasks.create_task(r.bring_up(self._epoch)) for r in self._replicas]
         self._report_loaded([load.result() for load in loads])
 
     def _report_loaded(self, loaded: list[LoadedMesh]) -> None:
@@ -202,6 +198,15 @@ class Mesh:
         """Closes the channels to the workers. No call may follow."""
         for replica in self._replicas:
             await replica.close()
+
+    def progress(self) -> tuple[StageProgress, ...]:
+        """How far every stage of every replica is; empty before the mesh is up."""
+        pipelines = [r.pipeline for r in self._replicas if r.pipeline is not None]
+        return tuple(stage for pipeline in pipelines for stage in pipeline.progress())
+
+    def not_ready_reason(self) -> str:
+        """Why no request is taken now, in words; empty while requests are."""
+        return "" if self.ready else self.why_not_ready or "the mesh is going down"
 
     def view(self) -> MeshView:
         """What `/v1/mesh` shows."""

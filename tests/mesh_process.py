@@ -60,6 +60,8 @@ class MeshProcess:
         self.url = ""
         self.grpc_address = ""
         self.ready_seconds = 0.0
+        self.join_flags: list[str] = []
+        """Where a node finds the head; empty where there are no `nodes`."""
 
     def __enter__(self) -> MeshProcess:
         started = time.monotonic()
@@ -93,9 +95,9 @@ class MeshProcess:
         return ["--master-addr", found.group(1), "--master-port", found.group(2)]
 
     def _start_nodes(self) -> None:
-        head = self._wait_for_head()
+        self.join_flags = self._wait_for_head()
         for flags in self._nodes:
-            command = [*self._command[:5], "--headless", *head, *flags]
+            command = [*self._command[:5], "--headless", *self.join_flags, *flags]
             self._node_processes.append(
                 subprocess.Popen(
                     [*command, "--cpu-devices", str(CPU_DEVICES)],
@@ -187,8 +189,6 @@ class HeadProcess(MeshProcess):
 
     def __init__(self, model: Path | str, *flags: str) -> None:
         super().__init__(model, "--master-port", "0", *flags)
-        self.join_flags: list[str] = []
-        """Where a node finds it."""
 
     def __enter__(self) -> HeadProcess:
         self._start()

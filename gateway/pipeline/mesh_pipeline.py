@@ -15,6 +15,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 
 from gateway.pipeline.bring_up import Stage
+from services.control.progress import (
+    ProgressTable,
+    StageProgress,
+    explain_progress,
+    furthest_behind,
+)
 from services.control.service import ECHO_REASON
 from services.errors import StageFailed
 from stagemesh.v1 import stage_worker_pb2, step_pb2
@@ -48,9 +54,9 @@ class MeshPipeline:
         self._failed = asyncio.Event()
         self._sent = asyncio.Event()
         self._last_pp_rank = max(stage.placement.pp_rank for stage in self._stages)
-        self._last_sent = 0
-        self._progress = {stage.placement.pp_rank: 0 for stage in self._stages}
-        self._moved_at = 0.0
+        self._progress = ProgressTable(
+            self._stages[0].placement.dp_rank, {stage.placement.pp_rank for stage in self._stages}
+        )
 
     @property
     def num_stages(self) -> int:
@@ -69,9 +75,7 @@ class MeshPipeline:
         data = stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
         for queue in self._unsent:
             queue.put_nowait(data)
-        if self._last_sent == self._progress[self._last_pp_rank]:
-            self._moved_at = asyncio.get_running_loop().time()
-        self._last_sent = step.step_id
+        self._progress.given(step.step_id, asyncio.get_running_loop().time())
         self._sent.set()
 
     async def next_result(self) -> step_pb2.StepResult:
@@ -90,21 +94,19 @@ class MeshPipeline:
 
     async def _watch(self) -> None:
         """Notices a step that no stage moves any more, and names the stage that holds it."""
-        loop = asyncio.get_running_loop()
         while self._failure is None:
             await self._sent.wait()  # An idle mesh needs no watch.
             await asyncio.sleep(WATCH_INTERVAL_SECONDS)
-            in_flight = self._last_sent > self._progress[self._last_pp_rank]
-            if not in_flight:
+            stages = self.progress()
+            holder = furthest_behind(stages)
+            if holder is None:
                 self._sent.clear()
-            elif loop.time() - self._moved_at > STUCK_AFTER_SECONDS:
-                pp_rank, done = min(self._progress.items(), key=lambda entry: (entry[1], entry[0]))
-                self.fail(
-                    StageFailed(
-                        f"no stage has moved for {STUCK_AFTER_SECONDS:.0f} s: stage {pp_rank} did "
-                        f"step {done} last and holds step {done + 1}"
-                    )
-                )
+            elif holder.silent_seconds > STUCK_AFTER_SECONDS:
+                self.fail(StageFailed(explain_progress(stages) or "no stage has moved"))
+
+    def progress(self) -> tuple[StageProgress, ...]:
+        """How far every stage is now."""
+        return self._progress.stages(asyncio.get_running_loop().time())
 
     async def _read(self, stage: Stage, queue: asyncio.Queue[bytes]) -> None:
         pp_rank = stage.placement.pp_rank
@@ -117,8 +119,7 @@ class MeshPipeline:
                     await self._failed_on(response.error)
                     return
                 if first_of_stage:
-                    self._progress[pp_rank] = response.result.step_id
-                    self._moved_at = loop.time()
+                    self._progress.answered(pp_rank, response.result.step_id, loop.time())
                     self._on_clock(pp_rank, response.result.clock)
                     if pp_rank == self._last_pp_rank:
                         self._results.put_nowait(response.result)

@@ -55,9 +55,12 @@ def doctor_request(
     fields, model = _merge(
         "doctor", arguments, groups, environment, Positional("MODEL", ""), refused
     )
-    as_json = bool(fields.pop("json", False))
+    # The doctor's own flags, which a config of `serve` does not have.
+    own = {name: fields.pop(name) for name in ("json", "timeout_seconds") if name in fields}
     config = ServeConfig(model=model or "", **fields)
-    return DoctorRequest(config, (*refused, *contradictions("serve", config)), as_json)
+    asks_head = config.node_rank > 0 or bool(fields.keys() & {"master_addr", "master_port"})
+    problems = (*refused, *contradictions("serve", config))
+    return DoctorRequest(config, problems, asks_head, **own)
 
 
 def plan_request(

@@ -58,6 +58,21 @@ class Membership:
         self._joined = 0
 
     @property
+    def shape(self) -> MeshShape:
+        """The mesh."""
+        return self._shape
+
+    @property
+    def fingerprint(self) -> topology_pb2.Fingerprint:
+        """What joining workers are compared with."""
+        return self._fingerprint
+
+    @property
+    def device(self) -> str:
+        """Kind of device that every worker must bring."""
+        return self._device
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """Everybody who has joined, in rank order."""
         return tuple(self._members[place] for place in sorted(self._members))

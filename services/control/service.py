@@ -9,6 +9,7 @@ import time
 
 import grpc
 
+from services.control.diagnosis import MeshState, diagnose, echo
 from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
 from services.errors import JoinRefused, StageFailed
 from stagemesh.v1 import control_pb2, control_pb2_grpc
@@ -30,6 +31,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._changed = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
+        self._mesh: MeshState | None = None
+
+    def watch_mesh(self, mesh: MeshState) -> None:
+        """Lets `Diagnose` tell of the mesh that is driven from here."""
+        self._mesh = mesh
 
     async def Join(
         self, request: control_pb2.JoinRequest, context: grpc.aio.ServicerContext
@@ -63,6 +69,19 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             self._failure = f"stage {error.pp_rank} failed: {error.message}"
             self._failed.set()
         return response
+
+    async def Diagnose(
+        self, request: control_pb2.DiagnoseRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.DiagnoseResponse:
+        """A doctor asks."""
+        log.info("a doctor on node %d (%.64r) asks", request.node_rank, request.node)
+        return await diagnose(self.membership, self._mesh)
+
+    async def Echo(
+        self, request: control_pb2.EchoRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.EchoResponse:
+        """A doctor measures."""
+        return echo(request)
 
     async def complete(self, timeout_seconds: float) -> None:
         """Waits until every place is taken. Raises `StageFailed` naming who is missing."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 
-from services.config import ServeConfig
+from services.config import DEFAULT_MASTER_PORT, ServeConfig
+from services.control.diagnosis import progress_from_proto
 from services.doctor.device_memory import device_memory
 from services.doctor.facts import NodeFacts
-from services.doctor.findings import Finding
+from services.doctor.findings import Check, Finding, refused
 from services.doctor.gather import gather_node, gather_ports
+from services.doctor.head import HeadFacts, Unanswered, ask_head
 from services.doctor.layout_checks import LayoutChecks, NodeDevices, settings_findings
 from services.doctor.memory_check import OneDevicePerRank, SharedByRanks, check_memory
+from services.doctor.mesh_checks import check_head, check_silence
 from services.doctor.node_checks import (
     check_disk,
     check_limits,
@@ -19,10 +23,15 @@ from services.doctor.node_checks import (
     check_shared_memory,
     check_versions,
 )
-from services.doctor.report import Report
+from services.doctor.report import MeshReport, Report
 from services.doctor.request import DoctorRequest
+from services.errors import StagemeshError
 from services.mesh_plan import MeshPlan
+from services.rpc.addresses import check_master_address
+from services.topology.fingerprint import stated_fingerprint
+from services.topology.layouts import Demand
 from services.topology.partition import PARTITION_FLAG
+from stagemesh.v1 import topology_pb2
 
 
 def examine(request: DoctorRequest) -> Report:
@@ -36,12 +45,60 @@ def examine(request: DoctorRequest) -> Report:
     findings += layout.findings
     if plan is not None and plan.placements_of(config.node_rank):
         findings += _memory(config, plan, node, devices)
+    head, silence = _ask(request)
     findings += check_versions(node, config, devices.kind)
-    findings += check_ports(gather_ports(config), own_mesh_runs=False)
+    own_mesh_runs = head is not None and config.node_rank == 0 and not head.answer.is_doctor
+    findings += check_ports(gather_ports(config), own_mesh_runs=own_mesh_runs)
     findings += check_limits(node.limits, device=devices.kind, config=config)
     findings += check_disk(node.disks)
     findings += check_shared_memory(node, device=devices.kind, num_ranks=devices.num_ranks)
-    return Report(config.node_rank, config.model or None, tuple(findings), node)
+    if silence is not None:
+        findings.append(silence)
+    if head is not None:
+        ours = _own_fingerprint(config, plan)
+        findings += check_head(head, config, node, ours, devices.kind)
+    mesh = None if head is None else _mesh_report(head)
+    return Report(config.node_rank, config.model or None, tuple(findings), node, mesh)
+
+
+def _ask(request: DoctorRequest) -> tuple[HeadFacts | None, Finding | None]:
+    """What the head says, or the finding that it says nothing; neither where none is asked."""
+    config = request.config
+    if not request.asks_head:
+        return None, None
+    try:
+        check_master_address(config.master_addr, insecure=config.insecure)
+    except StagemeshError as error:
+        return None, refused(Check.HEAD, error)
+    port = config.master_port or DEFAULT_MASTER_PORT
+    asked = ask_head(config.master_addr, port, config.node_rank, request.timeout_seconds)
+    answer = asyncio.run(asked)
+    if isinstance(answer, Unanswered):
+        return None, check_silence(answer, config)
+    return answer, None
+
+
+def _own_fingerprint(config: ServeConfig, plan: MeshPlan | None) -> topology_pb2.Fingerprint:
+    """What this node would bring to a join; without a plan, what its command line states."""
+    if plan is not None:
+        return plan.fingerprint
+    partition = config.pp_layer_partition or ()
+    if not config.model:
+        # Somebody looks at a mesh that runs: the sizes are not theirs.
+        return stated_fingerprint(partition)
+    return stated_fingerprint(
+        partition,
+        dp_size=config.data_parallel_size,
+        tp_size=config.tensor_parallel_size,
+        pp_size=config.pipeline_parallel_size,
+        block_size=config.block_size,
+        nnodes=config.nnodes,
+    )
+
+
+def _mesh_report(head: HeadFacts) -> MeshReport:
+    progress = tuple(map(progress_from_proto, head.answer.progress))
+    return MeshReport(head.address, head.answer.node, head.link, head.peers, progress)
 
 
 def _examine_model(request: DoctorRequest, layout: LayoutChecks, device: str) -> MeshPlan | None:
@@ -64,6 +121,14 @@ def _memory(
             memory = SharedByRanks(node.available_memory_bytes)
     elif (each := device_memory(devices.kind, devices.num_devices)) is not None:
         memory = OneDevicePerRank(each, config.gpu_memory_utilization)
-    own = plan.placements_of(config.node_rank)
-    others = [place for place in plan.placements if place.node_rank != config.node_rank]
-    return check_memory(plan.facts, plan.shape, plan.demand, own, memory, others)
+    demand = Demand(
+        dtype=plan.dtype,
+        block_size=config.block_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        available_bytes=None,
+        kv_cache_bytes=config.kv_cache_memory_bytes,
+    )
+    placements = plan.placements_of(config.node_rank)
+    return check_memory(plan.facts, plan.shape, demand, placements, memory)

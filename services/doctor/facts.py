@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.software import Version
+
 
 @dataclass(frozen=True, slots=True)
 class DiskFacts:
@@ -16,15 +18,6 @@ class DiskFacts:
     purpose: str
     """What the directory is for, in words."""
     free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """One piece of software of a node."""
-
-    name: str
-    """A Python distribution, or "python", "cann", "npu driver", "nvidia driver", "kernel"."""
-    version: str
 
 
 @dataclass(frozen=True, slots=True)

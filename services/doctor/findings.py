@@ -35,6 +35,12 @@ class Check(str, Enum):
     LIMITS = "limits"
     DISK = "disk"
     SHARED_MEMORY = "shared memory"
+    HEAD = "head"
+    JOIN = "join"
+    CLOCK = "clock"
+    NETWORK = "network"
+    MESH = "mesh"
+    PROGRESS = "progress"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,40 +4,49 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
-import re
 import resource
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
-from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, PortFacts, Version
-from services.launch.memory import host_memory
+from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, PortFacts
+from services.files import read_text
 from services.models.cache import models_directory
-from stagemesh.version import __version__
-
-# What decides what a rank computes, or how two nodes talk.
-DISTRIBUTIONS = ("torch", "torch-npu", "grpcio", "protobuf", "safetensors", "tokenizers", "ray")
-_ASCEND_ROOT = Path("/usr/local/Ascend")
-_MAX_TEXT_BYTES = 65_536
+from services.software import installed_versions
 
 
 def gather_node(root: Path = Path("/")) -> NodeFacts:
     """Everything about this node that needs no configuration. `root` is for tests."""
-    memory = host_memory(root)
+    total, available = memory_bytes(root)
     return NodeFacts(
         host=socket.gethostname(),
         cores=os.cpu_count() or 1,
-        memory_bytes=memory.total_bytes if memory else None,
-        available_memory_bytes=memory.available_bytes if memory else None,
+        memory_bytes=total,
+        available_memory_bytes=available,
         shared_memory_bytes=_size_of(root / "dev/shm"),
         limits=limits(),
         disks=disks(root),
-        versions=tuple(versions(root)),
+        versions=tuple(installed_versions(root)),
     )
+
+
+def memory_bytes(root: Path = Path("/")) -> tuple[int | None, int | None]:
+    """(total, available) from /proc/meminfo, within the control group's limit where one is set."""
+    lines = read_text(root / "proc/meminfo").splitlines()
+    kilobytes = {
+        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
+    }
+    if "MemTotal" not in kilobytes:
+        return None, None
+    total = kilobytes["MemTotal"] * 1024
+    available = kilobytes.get("MemAvailable", kilobytes.get("MemFree", 0)) * 1024
+    group = root / "sys/fs/cgroup"
+    most, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if most is not None and used is not None:
+        total, available = min(total, most), min(available, max(0, most - used))
+    return total, available
 
 
 def limits() -> LimitFacts:
@@ -58,37 +67,6 @@ def disks(root: Path = Path("/")) -> tuple[DiskFacts, ...]:
         DiskFacts(str(path), purpose, shutil.disk_usage(_existing(path)).free)
         for path, purpose in places
     )
-
-
-def versions(root: Path = Path("/")) -> Iterator[Version]:
-    """Every version that is known without importing anything."""
-    yield Version("stagemesh", __version__)
-    yield Version("python", platform.python_version())
-    for name in DISTRIBUTIONS:
-        try:
-            yield Version(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
-    yield from _vendor_versions(root)
-    yield Version("kernel", platform.release())
-
-
-def _vendor_versions(root: Path) -> Iterator[Version]:
-    """CANN and the NPU's driver from the files of their installers, NVIDIA's from its module."""
-    ascend = root / _ASCEND_ROOT.relative_to("/")
-    named = os.environ.get("ASCEND_TOOLKIT_HOME")
-    homes = [Path(named)] if named else []
-    homes += [ascend / "ascend-toolkit/latest", ascend / "cann"]
-    # CANN's "File Paths" table: <arch>-linux below the toolkit.
-    infos = (info for home in homes for info in home.glob("*-linux/ascend_toolkit_install.info"))
-    cann = next(filter(None, (_assigned(info, "version") for info in infos)), None)
-    if cann is not None:
-        yield Version("cann", cann)
-    if (found := _assigned(ascend / "driver/version.info", "Version")) is not None:
-        yield Version("npu driver", found)
-    module = _read(root / "proc/driver/nvidia/version")
-    if (kernel_module := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", module)) is not None:
-        yield Version("nvidia driver", kernel_module[1])
 
 
 def gather_ports(config: ServeConfig) -> tuple[PortFacts, ...]:
@@ -138,15 +116,7 @@ def _size_of(directory: Path) -> int | None:
     return shutil.disk_usage(directory).total if directory.is_dir() else None
 
 
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as stream:
-            return stream.read(_MAX_TEXT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _assigned(path: Path, name: str) -> str | None:
-    """VALUE of a line "NAME=VALUE"."""
-    found = re.search(rf"^{name}=(\S+)\s*$", _read(path), re.MULTILINE)
-    return None if found is None else found[1].strip('"')
+def _number(path: Path) -> int | None:
+    """What stands in the file, where that is a number (a limit may be "max")."""
+    text = read_text(path).strip()
+    return int(text) if text.isdecimal() else None

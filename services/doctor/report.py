@@ -8,14 +8,28 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from services.control.progress import StageProgress
 from services.doctor.facts import NodeFacts
 from services.doctor.findings import Finding, Outcome, all_well
+from services.doctor.head import LinkFacts, PeerFacts
 
 SCHEMA_VERSION = 1
 WIDTH = 100
 _MARKS = {Outcome.OK: "ok", Outcome.WARNING: "warning", Outcome.FAILED: "FAILED"}
 _MARK_WIDTH = 9
 _CHECK_WIDTH = 15
+
+
+@dataclass(frozen=True, slots=True)
+class MeshReport:
+    """What was measured and heard at the head."""
+
+    address: str
+    node: str
+    """Host name of the head."""
+    link: LinkFacts
+    peers: tuple[PeerFacts, ...]
+    progress: tuple[StageProgress, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,8 @@ class Report:
     """As the user named it; None where none was named."""
     findings: tuple[Finding, ...]
     facts: NodeFacts
+    mesh: MeshReport | None = None
+    """None where no head was asked or none has answered."""
 
     @property
     def healthy(self) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from services.config import ServeConfig
 from services.errors import UsageError
 
+DEFAULT_TIMEOUT_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
@@ -16,4 +18,8 @@ class DoctorRequest:
     """`config.model` is empty where no model was named."""
     problems: tuple[UsageError, ...]
     """Flags that cannot be used or not together; `config` has defaults in their place."""
+    asks_head: bool = False
+    """Whether a head is named, or needed: then it is asked what it knows."""
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    """For each question over the network."""
     json: bool = False

@@ -31,16 +31,46 @@ from stagemesh.version import __version__
 PACKAGES = ("torch", "torch_npu")
 # They differ between copies of one model and change nothing that is computed.
 _IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+# The flag of `serve` that decides a field.
+_FLAGS = {
+    "dp_size": "--data-parallel-size",
+    "tp_size": "--tensor-parallel-size",
+    "pp_size": "--pipeline-parallel-size",
+    "pp_layer_partition": "--pp-layer-partition",
+    "dtype": "--dtype",
+    "block_size": "--block-size",
+    "nnodes": "--nnodes",
+    "interconnect": "--interconnect",
+}
 _MAX_FIELDS = 100
 _SHOWN_CHARACTERS = 200
 
 
 class Difference(NamedTuple):
-    """The first field in which two fingerprints differ."""
+    """A field in which two fingerprints differ."""
 
     name: str
     ours: str
     theirs: str
+
+    def words(self, their_name: str) -> str:
+        """Field and both values; `ours` is the head's."""
+        return (
+            f"{self.name} differs: the head has {_shown(self.ours)} and {their_name} has "
+            f"{_shown(self.theirs)}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What makes the two equal."""
+        if self.name in ("config", "weights"):
+            return "give every node the same copy of the model"
+        if self.name == "stagemesh" or self.name in PACKAGES:
+            return f"install the same version of {self.name} on every node"
+        flag = _FLAGS.get(self.name)
+        if flag is None:
+            return "restart the worker, so that it takes the head's plan"
+        return f"state the same {flag} on every node"
 
 
 def build_fingerprint(
@@ -78,8 +108,18 @@ def build_fingerprint(
 def environment_fingerprint(partition: str | None = None) -> topology_pb2.Fingerprint:
     """What a worker knows before it has a plan: its package versions, and the layer partition
     where its own environment names one. Raises `PartitionError` for a partition that is none."""
-    named = () if partition is None else (_partition_field(parse_partition(partition)),)
-    return _from_fields((*named, *environment_fields()))
+    return stated_fingerprint(() if partition is None else parse_partition(partition))
+
+
+def stated_fingerprint(
+    partition: Sequence[int] = (), **stated: int | str
+) -> topology_pb2.Fingerprint:
+    """What is known without a plan: package versions, a partition that somebody names, and
+    other fields by the names that `build_fingerprint` gives them."""
+    fields = [(name, str(value)) for name, value in stated.items()]
+    if partition:
+        fields.append(_partition_field(partition))
+    return _from_fields((*fields, *environment_fields()))
 
 
 def _partition_field(partition: Sequence[int]) -> tuple[str, str]:
@@ -112,16 +152,16 @@ def digest(fields: Iterable[tuple[str, str]]) -> str:
     return state.hexdigest()
 
 
-def first_difference(
+def differences(
     ours: topology_pb2.Fingerprint, theirs: topology_pb2.Fingerprint
-) -> Difference | None:
-    """The first of our fields that the other side has with another value, or None."""
+) -> tuple[Difference, ...]:
+    """Our fields that the other side has with another value, in order."""
     their_values = {field.name: field.value for field in theirs.fields}
-    for field in ours.fields:
-        value = their_values.get(field.name)
-        if value is not None and value != field.value:
-            return Difference(field.name, field.value, value)
-    return None
+    return tuple(
+        Difference(field.name, field.value, their_values[field.name])
+        for field in ours.fields
+        if their_values.get(field.name, field.value) != field.value
+    )
 
 
 def check_fingerprint(message: topology_pb2.Fingerprint) -> None:
@@ -158,12 +198,9 @@ def require_equal(
     """
     check_fingerprint(head)
     check_fingerprint(worker)
-    difference = first_difference(head, worker)
-    if difference is not None:
+    for difference in differences(head, worker):
         raise FingerprintMismatch(
-            f"{difference.name} differs: the head has {_shown(difference.ours)} and "
-            f"{worker_name} has {_shown(difference.theirs)}; {_remedy(difference.name)}",
-            param=difference.name,
+            f"{difference.words(worker_name)}; {difference.remedy}", param=difference.name
         )
 
 
@@ -189,16 +226,6 @@ def _weights_hash(checkpoint: CheckpointFacts) -> str:
     for file in checkpoint.files:
         fields.append((file.name, f"{file.size_bytes} {file.header_sha256}"))
     return digest(fields)
-
-
-def _remedy(name: str) -> str:
-    if name in ("config", "weights"):
-        return "give every node the same copy of the model"
-    if name == "stagemesh" or name in PACKAGES:
-        return f"install the same version of {name} on every node"
-    if name == "interconnect":
-        return "state the same --interconnect on every node"
-    return "restart the worker, so that it takes the head's plan"
 
 
 def _shown(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Compiles `cpu.c` for this machine, once, and loads it. Torch-free.
+"""Compiles the kernels for this machine, once, and loads it. Torch-free.
 
 The library lies in `${STAGEMESH_HOME}/kernels`, under a name made of everything
 that it depends on: source, compiler, flags and the CPU's own features, so that a
@@ -21,7 +21,9 @@ from pathlib import Path
 
 from services.models.cache import stagemesh_home
 
-SOURCE = Path(__file__).with_name("cpu.c")
+_HERE = Path(__file__).parent
+SOURCES = (_HERE / "layers.c", _HERE / "attention.c")
+_HEADER = _HERE / "vector.h"
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_SECONDS = 60.0
 _BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -52,7 +54,7 @@ def load_library() -> ctypes.CDLL:
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError) as error:
             problem = problem or _why(error)
-    raise KernelsUnavailable(f"{compiler} cannot compile {SOURCE.name}: {problem}")
+    raise KernelsUnavailable(f"{compiler} cannot compile the kernels: {problem}")
 
 
 def _compiler() -> str:
@@ -77,7 +79,8 @@ def _flag_sets() -> Iterator[tuple[str, ...]]:
 
 
 def _key(compiler: str, version: str, flags: tuple[str, ...]) -> str:
-    parts = (SOURCE.read_text(encoding="utf-8"), compiler, version, *flags, _cpu_identity())
+    sources = (path.read_text(encoding="utf-8") for path in (_HEADER, *SOURCES))
+    parts = (*sources, compiler, version, *flags, _cpu_identity())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -99,7 +102,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
     try:
-        _output((compiler, *flags, str(SOURCE), "-o", name))
+        _output((compiler, *flags, *map(str, SOURCES), "-o", name))
         os.replace(name, library)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.errors import StageFailed
 from stage_worker.kernels.build import KernelsUnavailable, load_library
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.backend import AttentionBackend
 from stage_worker.layers.attention.metadata import AttentionMetadata
-from stage_worker.layers.attention.torch_native import attend_prompt
 from stage_worker.layers.linear import Linear
 from stage_worker.layers.norm import Norm
 from stage_worker.layers.operators import TorchOperators
@@ -27,6 +27,10 @@ from stage_worker.layers.rotary import RotaryRows
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_int64
 _SIGNATURES: dict[str, list[type]] = {
+    "stagemesh_prompt_attention": [
+        *(_POINTER, *[_SIZE] * 6, _POINTER, _POINTER, _SIZE, _POINTER),
+        *(ctypes.c_float, _POINTER, ctypes.c_int),
+    ],
     "stagemesh_linear": [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, ctypes.c_int],
     "stagemesh_silu_mul": [_POINTER, _SIZE, _SIZE, _POINTER],
     "stagemesh_rms_norm": [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER],
@@ -47,18 +51,23 @@ class Library:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        for name in ("panel", "lanes", "max_group"):
+        library.stagemesh_prompt_attention.restype = ctypes.c_int
+        for name in ("panel", "lanes", "max_group", "max_dim"):
             getattr(library, f"stagemesh_{name}").restype = _SIZE
         self.linear = library.stagemesh_linear
         self.silu_mul = library.stagemesh_silu_mul
         self.rms_norm = library.stagemesh_rms_norm
         self.rotate_and_store = library.stagemesh_rotate_and_store
         self.decode_attention = library.stagemesh_decode_attention
+        self.prompt_attention = library.stagemesh_prompt_attention
+        """Returns 0, or -1 where there is no memory for its tiles."""
         self.panel: int = library.stagemesh_panel()
         """Output features that lie together in a packed weight."""
         self.lanes: int = library.stagemesh_lanes()
         self.max_group: int = library.stagemesh_max_group()
         """Most query heads of one KV head."""
+        self.max_dim: int = library.stagemesh_max_dim()
+        """Largest head."""
 
 
 class NativeOperators:
@@ -99,6 +108,7 @@ class NativeOperators:
         fits = (
             dtype == torch.float32
             and head_dim % (2 * self._library.lanes) == 0
+            and head_dim <= self._library.max_dim
             and num_heads // num_kv_heads <= self._library.max_group
         )
         if not fits:
@@ -200,8 +210,7 @@ class NativeRMSNorm:
 
 
 class NativeAttention:
-    """See `AttentionBackend`. Decode rows read the paged cache where it lies; prompt chunks are
-    torch's."""
+    """See `AttentionBackend`. Reads the paged cache where it lies."""
 
     __slots__ = ("_head_dim", "_library", "_num_heads", "_num_kv_heads", "_num_threads", "_scale")
 
@@ -237,9 +246,12 @@ class NativeAttention:
                 *(self._scale, output.data_ptr(), self._num_threads),
             )
         for chunk in metadata.prompt_chunks:
-            span = qkv[chunk.token_start : chunk.token_end]
-            queries, new_keys, new_values = span.split((heads, kv_heads, kv_heads), 1)
-            output[chunk.token_start : chunk.token_end] = attend_prompt(
-                queries, new_keys, new_values, cache, chunk
+            failed = self._library.prompt_attention(
+                *(qkv[chunk.token_start :].data_ptr(), (heads + 2 * kv_heads) * head_dim),
+                *(chunk.num_tokens, chunk.position, heads, kv_heads, head_dim),
+                *(keys, values, cache.keys.shape[1], chunk.block_ids.data_ptr()),
+                *(self._scale, output[chunk.token_start :].data_ptr(), self._num_threads),
             )
+            if failed:
+                raise StageFailed("no memory for the attention of a prompt")
         return output

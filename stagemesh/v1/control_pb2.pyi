@@ -1,8 +1,9 @@
 from stagemesh.v1 import stage_worker_pb2 as _stage_worker_pb2
 from stagemesh.v1 import topology_pb2 as _topology_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -56,3 +57,83 @@ class HeartbeatResponse(_message.Message):
     leave: bool
     leave_reason: str
     def __init__(self, leave: _Optional[bool] = ..., leave_reason: _Optional[str] = ...) -> None: ...
+
+class DiagnoseRequest(_message.Message):
+    __slots__ = ("node", "node_rank")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    node_rank: int
+    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ...) -> None: ...
+
+class DiagnoseResponse(_message.Message):
+    __slots__ = ("node", "is_doctor", "topology", "fingerprint", "versions", "device", "members", "missing", "not_ready_reason", "progress")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    IS_DOCTOR_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    is_doctor: bool
+    topology: _topology_pb2.Topology
+    fingerprint: _topology_pb2.Fingerprint
+    versions: _containers.RepeatedCompositeFieldContainer[_topology_pb2.FingerprintField]
+    device: str
+    members: _containers.RepeatedCompositeFieldContainer[MemberReport]
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    not_ready_reason: str
+    progress: _containers.RepeatedCompositeFieldContainer[StageProgress]
+    def __init__(self, node: _Optional[str] = ..., is_doctor: _Optional[bool] = ..., topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[_topology_pb2.FingerprintField, _Mapping]]] = ..., device: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberReport, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., not_ready_reason: _Optional[str] = ..., progress: _Optional[_Iterable[_Union[StageProgress, _Mapping]]] = ...) -> None: ...
+
+class MemberReport(_message.Message):
+    __slots__ = ("node", "node_rank", "address", "pid", "placement", "silent_seconds", "status", "round_trip_seconds")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    node_rank: int
+    address: str
+    pid: int
+    placement: _topology_pb2.Placement
+    silent_seconds: float
+    status: _stage_worker_pb2.StatusResponse
+    round_trip_seconds: float
+    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., placement: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., silent_seconds: _Optional[float] = ..., status: _Optional[_Union[_stage_worker_pb2.StatusResponse, _Mapping]] = ..., round_trip_seconds: _Optional[float] = ...) -> None: ...
+
+class StageProgress(_message.Message):
+    __slots__ = ("dp_rank", "pp_rank", "sent_step_id", "done_step_id", "silent_seconds")
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PP_RANK_FIELD_NUMBER: _ClassVar[int]
+    SENT_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    DONE_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    dp_rank: int
+    pp_rank: int
+    sent_step_id: int
+    done_step_id: int
+    silent_seconds: float
+    def __init__(self, dp_rank: _Optional[int] = ..., pp_rank: _Optional[int] = ..., sent_step_id: _Optional[int] = ..., done_step_id: _Optional[int] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
+
+class EchoRequest(_message.Message):
+    __slots__ = ("payload",)
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    payload: bytes
+    def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
+
+class EchoResponse(_message.Message):
+    __slots__ = ("payload", "clock_seconds")
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    payload: bytes
+    clock_seconds: float
+    def __init__(self, payload: _Optional[bytes] = ..., clock_seconds: _Optional[float] = ...) -> None: ...

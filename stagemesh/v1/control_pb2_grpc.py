@@ -45,6 +45,16 @@ class ControlServiceStub:
                 request_serializer=stagemesh_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_control__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/stagemesh.v1.ControlService/Diagnose',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.DiagnoseResponse.FromString,
+                _registered_method=True)
+        self.Echo = channel.unary_unary(
+                '/stagemesh.v1.ControlService/Echo',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.EchoRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.EchoResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -65,6 +75,20 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Diagnose(self, request, context):
+        """A node asks what the head knows, for `stagemesh doctor`. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Echo(self, request, context):
+        """Sends bytes back: for round-trip time, bandwidth and the difference of clocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +101,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=stagemesh_dot_v1_dot_control__pb2.HeartbeatRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_control__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.DiagnoseRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.DiagnoseResponse.SerializeToString,
+            ),
+            'Echo': grpc.unary_unary_rpc_method_handler(
+                    servicer.Echo,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.EchoRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.EchoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +168,60 @@ class ControlService:
             '/stagemesh.v1.ControlService/Heartbeat',
             stagemesh_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
             stagemesh_dot_v1_dot_control__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.ControlService/Diagnose',
+            stagemesh_dot_v1_dot_control__pb2.DiagnoseRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.DiagnoseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Echo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.ControlService/Echo',
+            stagemesh_dot_v1_dot_control__pb2.EchoRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.EchoResponse.FromString,
             options,
             channel_credentials,
             insecure,

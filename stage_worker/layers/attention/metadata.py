@@ -62,18 +62,34 @@ class DecodeGroup:
         return self._mask
 
 
-@dataclass(frozen=True, slots=True)
 class PromptChunk:
     """One row with several query tokens."""
 
-    token_start: int
-    token_end: int
-    block_ids: Tensor | None
-    """[blocks] int64; None for a chunk that starts its sequence: it needs no cache."""
-    length: int
-    """Tokens of the sequence up to the end of the chunk."""
-    mask: Tensor | None
-    """[query tokens, length] bool, true where attended; None as above."""
+    __slots__ = ("_mask", "block_ids", "length", "position", "token_end", "token_start")
+
+    def __init__(self, token_start: int, token_end: int, position: int, block_ids: Tensor) -> None:
+        self.token_start, self.token_end = token_start, token_end
+        self.position = position
+        """Of the first query in its sequence; at 0 the chunk needs no cache."""
+        self.length = position + token_end - token_start
+        """Tokens of the sequence up to the end of the chunk."""
+        self.block_ids = block_ids
+        """[blocks] int64."""
+        self._mask: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens."""
+        return self.token_end - self.token_start
+
+    def mask(self) -> Tensor | None:
+        """[query tokens, length] bool, true where attended; None for a chunk that starts its
+        sequence, which is plainly causal. Made once, where an operator asks for it."""
+        if self._mask is None and self.position > 0:
+            device = self.block_ids.device
+            query_positions = torch.arange(self.position, self.length, device=device)
+            self._mask = torch.arange(self.length, device=device) <= query_positions[:, None]
+        return self._mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +190,6 @@ def _decode_group(
 def _prompt_chunk(
     row: RowSpan, start: int, block_tables: np.ndarray, block_size: int, device: torch.device
 ) -> PromptChunk:
-    end = start + row.num_tokens
-    if row.position == 0:
-        return PromptChunk(start, end, None, row.length, None)
     blocks = block_tables[row.slot, : -(-row.length // block_size)].astype(np.int64)
-    query_positions = torch.arange(row.position, row.length, device=device)
-    mask = torch.arange(row.length, device=device) <= query_positions[:, None]
-    return PromptChunk(start, end, torch.from_numpy(blocks).to(device), row.length, mask)
+    block_ids = torch.from_numpy(blocks).to(device)
+    return PromptChunk(start, start + row.num_tokens, row.position, block_ids)

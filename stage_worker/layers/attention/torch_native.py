@@ -66,15 +66,16 @@ def attend_prompt(
     queries: Tensor, keys: Tensor, values: Tensor, cache: LayerKVCache, chunk: PromptChunk
 ) -> Tensor:
     """Several queries of one sequence: [n, heads, head_dim] -> [n, heads * head_dim]."""
-    if chunk.block_ids is not None:
+    mask = chunk.mask()
+    if chunk.position > 0:
         keys, values = cache.read(chunk.block_ids)
         keys, values = keys[: chunk.length], values[: chunk.length]
     attended = F.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.transpose(0, 1).unsqueeze(0),
         values.transpose(0, 1).unsqueeze(0),
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return attended.squeeze(0).transpose(0, 1).reshape(queries.shape[0], -1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, Version
+from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts
+from services.software import Version
 
 GIB = 1 << 30
 INSTALLED = (

@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 
 from services.config import ServeConfig
-from services.doctor.facts import LimitFacts, PortFacts, Version
+from services.doctor.facts import LimitFacts, PortFacts
 from services.doctor.findings import Check, Finding, Outcome, ok, refused, warning
-from services.doctor.memory_check import OneDevicePerRank, check_memory
+from services.doctor.head import HeadFacts, LinkFacts, Obstacle, PeerFacts, Unanswered
+from services.doctor.memory_check import DeviceMemory, OneDevicePerRank, check_memory
+from services.doctor.mesh_checks import (
+    check_clock,
+    check_join,
+    check_members,
+    check_network,
+    check_progress,
+    check_silence,
+)
 from services.doctor.node_checks import (
     check_disk,
     check_limits,
@@ -22,14 +31,16 @@ from services.doctor.node_checks import (
 )
 from services.doctor.report import Report, finding_lines, render
 from services.errors import StagemeshError
+from services.software import Version
 from services.topology.compatibility import MeshRequest, broken_rules
 from services.topology.facts import MeshShape
 from services.topology.families import resolve_max_model_len
-from services.topology.fit import DeviceMemory
+from services.topology.fingerprint import stated_fingerprint
 from services.topology.layouts import Demand
 from services.topology.partition import resolve_partition
 from services.topology.placement import NodeDevices, check_devices, place
 from services.topology.planfacts import read_planned_model
+from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
 from tests.unit.doctor.node_facts import GIB, INSTALLED, node
 from tests.unit.topology.published_configs import DEEPSEEK_V3, write_config
 
@@ -93,9 +104,8 @@ def memory(tmp_path: Path) -> list[Finding]:
     demand = Demand("bfloat16", 16, 32768, 64, 512, None, None)
     placements = place(shape, [NodeDevices(rank, "n", "npu", 8) for rank in range(4)])
     last = [place for place in placements if place.node_rank == 3]
-    others = [place for place in placements if place.node_rank != 3]
-    memory = OneDevicePerRank((DeviceMemory(32 * GIB, 30 * GIB),) * 8, 0.9)
-    return list(check_memory(facts, shape, demand, last, memory, others))
+    device = DeviceMemory(32 * GIB, 30 * GIB)
+    return list(check_memory(facts, shape, demand, last, OneDevicePerRank((device,) * 8, 0.9)))
 
 
 def versions() -> list[Finding]:
@@ -115,6 +125,68 @@ def limits() -> list[Finding]:
     return list(check_limits(few, device="npu", config=TWO_NODES))
 
 
+def head() -> list[Finding]:
+    firewall = Unanswered("10.0.0.1:29550", Obstacle.SILENCE, "no answer in 5 s")
+    rest_port = Unanswered("10.0.0.1:8000", Obstacle.NOT_GRPC, "it does not speak HTTP/2")
+    return [check_silence(each, TWO_NODES) for each in (firewall, rest_port)]
+
+
+def join() -> list[Finding]:
+    ours = stated_fingerprint((31, 30), tp_size=8, pp_size=2, nnodes=2)
+    theirs = stated_fingerprint((30, 31), tp_size=8, pp_size=2, nnodes=4)
+    answer = control_pb2.DiagnoseResponse(
+        node="head-host",
+        fingerprint=theirs,
+        members=[
+            control_pb2.MemberReport(node="node-z", node_rank=1, address="10.0.0.3:40117", pid=4711)
+        ],
+    )
+    return list(check_join(answer, TWO_NODES, node(), ours, "npu"))
+
+
+def clock() -> list[Finding]:
+    return list(check_clock(LinkFacts(0.0004, 1e9, -37.2, 0.0002), "head-host"))
+
+
+def mesh_answer() -> control_pb2.DiagnoseResponse:
+    def member(pp_rank: int, name: str, round_trip: float) -> control_pb2.MemberReport:
+        return control_pb2.MemberReport(
+            node=name,
+            node_rank=pp_rank,
+            address=f"10.0.0.{pp_rank + 1}:40117",
+            placement=topology_pb2.Placement(pp_rank=pp_rank, tp_ranks=[0]),
+            round_trip_seconds=round_trip,
+        )
+
+    def stage(pp_rank: int, done: int) -> control_pb2.StageProgress:
+        return control_pb2.StageProgress(
+            pp_rank=pp_rank, sent_step_id=43, done_step_id=done, silent_seconds=12.34
+        )
+
+    return control_pb2.DiagnoseResponse(
+        node="head-host",
+        members=[member(0, "head-host", 0.0002), member(1, "node-a", 0.0005)],
+        missing=["stage 2"],
+        progress=[stage(0, 42), stage(1, 41), stage(2, 41)],
+    )
+
+
+def network() -> list[Finding]:
+    link = LinkFacts(0.0004, 1.1e9, 0.0, 0.0002)
+    peers = (PeerFacts("10.0.0.1:40117", 0.0005), PeerFacts("10.0.0.2:40117", None))
+    return list(check_network(HeadFacts("10.0.0.1:29550", mesh_answer(), link, peers)))
+
+
+def mesh() -> list[Finding]:
+    answer = mesh_answer()
+    for member in answer.members:
+        member.status.state = stage_worker_pb2.COMPONENT_STATE_READY
+    answer.members[
+        1
+    ].status.error.message = "rank process 4711 (stage 1, TP rank 0) was ended by SIGKILL"
+    return list(check_members(answer))
+
+
 def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
     made = {
         Check.DEVICES: devices(),
@@ -129,6 +201,12 @@ def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
         Check.SHARED_MEMORY: list(
             check_shared_memory(node(shared_memory_bytes=64 << 20), device="npu", num_ranks=8)
         ),
+        Check.HEAD: head(),
+        Check.JOIN: join(),
+        Check.CLOCK: clock(),
+        Check.NETWORK: network(),
+        Check.MESH: mesh(),
+        Check.PROGRESS: list(check_progress(mesh_answer())),
     }
     found = sections()
     for check, findings in made.items():

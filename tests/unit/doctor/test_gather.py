@@ -11,9 +11,9 @@ import pytest
 
 from services.config import ServeConfig
 from services.doctor.device_memory import device_memory
-from services.doctor.facts import Version
-from services.doctor.gather import bind_error, gather_node, gather_ports, versions
-from services.topology.fit import DeviceMemory
+from services.doctor.gather import bind_error, gather_node, gather_ports, memory_bytes
+from services.doctor.memory_check import DeviceMemory
+from services.software import Version, installed_versions
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree: 1000 kB\nMemAvailable:   9000000 kB\n"
 MIB = 1 << 20
@@ -35,6 +35,17 @@ def test_this_node() -> None:
     assert 0 < facts.available_memory_bytes <= facts.memory_bytes
 
 
+def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    assert memory_bytes(tmp_path) == (None, None)
+    write(tmp_path / "proc/meminfo", MEMINFO)
+    assert memory_bytes(tmp_path) == (16_000_000 * 1024, 9_000_000 * 1024)
+    write(tmp_path / "sys/fs/cgroup/memory.max", "max\n")
+    write(tmp_path / "sys/fs/cgroup/memory.current", "1000\n")
+    assert memory_bytes(tmp_path) == (16_000_000 * 1024, 9_000_000 * 1024)
+    write(tmp_path / "sys/fs/cgroup/memory.max", "5000\n")
+    assert memory_bytes(tmp_path) == (5000, 4000)
+
+
 def test_versions_of_the_vendors_are_read_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +60,7 @@ def test_versions_of_the_vendors_are_read_from_files(
         tmp_path / "proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
     )
-    found = set(versions(tmp_path))
+    found = set(installed_versions(tmp_path))
     assert Version("cann", "8.3.RC1") in found
     assert Version("npu driver", "25.0.rc1.1") in found
     assert Version("nvidia driver", "570.86.15") in found
@@ -57,7 +68,7 @@ def test_versions_of_the_vendors_are_read_from_files(
     other = tmp_path / "opt/cann"
     write(other / "aarch64-linux/ascend_toolkit_install.info", "version=8.2.RC1\n")
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(other))
-    assert Version("cann", "8.2.RC1") in set(versions(tmp_path))
+    assert Version("cann", "8.2.RC1") in set(installed_versions(tmp_path))
 
 
 def test_a_port_in_use_is_found_and_a_free_one_is_left_free() -> None:

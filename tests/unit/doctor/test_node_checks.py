@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from services.config import ServeConfig
-from services.doctor.facts import DiskFacts, LimitFacts, PortFacts, Version
+from services.doctor.facts import DiskFacts, LimitFacts, PortFacts
 from services.doctor.findings import Check, Finding, Outcome, all_well
 from services.doctor.node_checks import (
     check_disk,
@@ -16,6 +16,7 @@ from services.doctor.node_checks import (
     check_shared_memory,
     check_versions,
 )
+from services.software import Version
 from tests.unit.doctor.node_facts import GIB, INSTALLED, node
 
 ONE_NODE = ServeConfig(model="m")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import RowSpan, build_metadata
 from stage_worker.layers.linear import PlainLinear
 from stage_worker.layers.norm import RMSNorm
-from stage_worker.layers.operators import TorchOperators
+from stage_worker.layers.operators import Operators, TorchOperators
 from stage_worker.layers.rotary import RotaryTable
 from stage_worker.platforms.cpu import CpuPlatform
 
@@ -89,6 +91,63 @@ def test_queries_and_keys_are_rotated_and_stored_as_torch_does() -> None:
         results.append((output, cache.keys, cache.values))
     for torchs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, torchs, atol=1e-5, rtol=1e-5)
+
+
+def attended(
+    operators: Operators, qkv: torch.Tensor, chunks: Sequence[RowSpan], heads: int, block_size: int
+) -> torch.Tensor:
+    """One sequence's outputs [tokens, heads * dim], computed in these chunks."""
+    kv_heads, dim = (qkv.shape[1] - heads) // 2, qkv.shape[2]
+    num_blocks = -(-len(qkv) // block_size)
+    torch.manual_seed(1)
+    table = torch.randperm(num_blocks + 2)[:num_blocks].to(torch.int32).numpy()[None]
+    shape = (2, num_blocks + 2, block_size, kv_heads, dim)
+    cache = LayerKVCache(*torch.zeros(shape, dtype=qkv.dtype))
+    attend = operators.attention(heads, kv_heads, dim, qkv.dtype)
+    rotary = RotaryTable(dim, 100.0, None, len(qkv), qkv.dtype, CPU)
+    outputs = []
+    for chunk in chunks:
+        positions = torch.arange(chunk.position, chunk.length)
+        metadata = build_metadata([chunk], positions.numpy(), table, block_size, CPU)
+        part = qkv[chunk.position : chunk.length].clone()
+        outputs.append(attend(part, rotary.rows(positions), cache, metadata))
+    return torch.cat(outputs)
+
+
+def chunked(length: int, *ends: int) -> list[RowSpan]:
+    """Row spans of a prompt that is cut at `ends`."""
+    cuts = [0, *ends, length]
+    return [RowSpan(0, start, end - start) for start, end in pairwise(cuts) if end > start]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.integers(2, 300),
+    cut=st.integers(0, 299),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 3, 8]),
+    dim=st.sampled_from([16, 64, 128]),
+    block_size=st.sampled_from([1, 16, 48]),
+)
+def test_attention_of_prompts(
+    num_threads: int, length: int, cut: int, kv_heads: int, group: int, dim: int, block_size: int
+) -> None:
+    heads = group * kv_heads
+    qkv = torch.randn(length, heads + 2 * kv_heads, dim)
+    chunks = chunked(length, min(cut, length))
+    got = attended(NativeOperators(num_threads, TORCH), qkv, chunks, heads, block_size)
+    expected = attended(TORCH, qkv.double(), chunks, heads, block_size)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_prompt_does_not_depend_on_how_it_is_cut() -> None:
+    """Bit by bit, where no chunk is a single token, which is computed as a decode."""
+    operators = NativeOperators(1, TORCH)
+    qkv = torch.randn(330, 9 + 2 * 3, 64)
+    whole = attended(operators, qkv, chunked(330), 9, 16)
+    for ends in ((64,), (63, 65), (2, 100, 250), (200, 328)):
+        assert torch.equal(attended(operators, qkv, chunked(330, *ends), 9, 16), whole)
 
 
 def test_what_the_kernels_do_not_take_goes_to_torch() -> None:

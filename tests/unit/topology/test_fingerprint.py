@@ -16,9 +16,9 @@ from services.topology.facts import MeshShape
 from services.topology.fingerprint import (
     build_fingerprint,
     check_fingerprint,
+    differences,
     digest,
     environment_fingerprint,
-    first_difference,
     require_equal,
 )
 from stagemesh.v1 import topology_pb2
@@ -94,7 +94,7 @@ def test_a_difference_names_field_and_both_values(
 ) -> None:
     model.write_single()
     head, worker = fingerprint(model), change(model)
-    assert first_difference(head, worker) == (field, ours, theirs)
+    assert differences(head, worker) == ((field, ours, theirs),)
     assert head.digest != worker.digest
     with pytest.raises(FingerprintMismatch) as caught:
         require_equal(head, worker, worker_name="worker 10.0.0.2:7000")
@@ -109,12 +109,12 @@ def test_another_config_and_other_weights(model: ModelDirectory) -> None:
     model.write_single()
     head = fingerprint(model)
     model.write_config(rope_theta=500000.0)
-    difference = first_difference(head, fingerprint(model))
-    assert difference is not None and difference.name == "config"
+    (difference,) = differences(head, fingerprint(model))
+    assert difference.name == "config"
     model.write_config("rope_theta")
     model.write_single({**model.arrays(), **{"extra": model.arrays()["model.norm.weight"]}})
-    difference = first_difference(head, fingerprint(model))
-    assert difference is not None and difference.name == "weights"
+    (difference,) = differences(head, fingerprint(model))
+    assert difference.name == "weights"
     with pytest.raises(FingerprintMismatch, match="same copy of the model"):
         require_equal(head, fingerprint(model))
 
@@ -124,8 +124,8 @@ def test_the_index_is_covered(model: ModelDirectory) -> None:
     head = fingerprint(model)
     index = model.path / "model.safetensors.index.json"
     index.write_text(index.read_text() + "\n")
-    difference = first_difference(head, fingerprint(model))
-    assert difference is not None and difference.name == "weights"
+    (difference,) = differences(head, fingerprint(model))
+    assert difference.name == "weights"
 
 
 def test_only_fields_that_both_have_are_compared(model: ModelDirectory) -> None:

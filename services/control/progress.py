@@ -1,0 +1,104 @@
+"""How far each stage is, and on what it waits: facts and words. Pure.
+
+A step goes to every stage at once, and each answers it in order. So what a stage waits for
+follows from who has answered what: the stage that is furthest behind holds the step, and
+those after it wait for its activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """How far one stage of one replica is."""
+
+    dp_rank: int
+    pp_rank: int
+    sent_step_id: int
+    """Last step that it was given; 0 before the first."""
+    done_step_id: int
+    """Last step that it has answered; 0 before the first."""
+    silent_seconds: float
+    """Since it answered, or since it was given work after it had none."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has answered all that it was given."""
+        return self.done_step_id >= self.sent_step_id
+
+
+class ProgressTable:
+    """Who has answered what in one replica. No clock of its own: callers pass the time."""
+
+    def __init__(self, dp_rank: int, pp_ranks: Iterable[int]) -> None:
+        self._dp_rank = dp_rank
+        self._sent = 0
+        self._done = dict.fromkeys(sorted(pp_ranks), 0)
+        self._moved_at = dict.fromkeys(self._done, 0.0)
+
+    def given(self, step_id: int, now: float) -> None:
+        """Every stage has been given a step."""
+        for pp_rank, done in self._done.items():
+            if done >= self._sent:  # It had nothing to do until now.
+                self._moved_at[pp_rank] = now
+        self._sent = step_id
+
+    def answered(self, pp_rank: int, step_id: int, now: float) -> None:
+        """A stage has answered a step."""
+        self._done[pp_rank] = step_id
+        self._moved_at[pp_rank] = now
+
+    def stages(self, now: float) -> tuple[StageProgress, ...]:
+        """Every stage, in stage order."""
+        return tuple(
+            StageProgress(self._dp_rank, pp_rank, self._sent, done, now - self._moved_at[pp_rank])
+            for pp_rank, done in self._done.items()
+        )
+
+
+def furthest_behind(stages: Sequence[StageProgress]) -> StageProgress | None:
+    """The stage that holds up its replica: the first of those that have answered least. None
+    where nothing is in flight. `stages` are those of one replica."""
+    working = [stage for stage in stages if not stage.is_idle]
+    return min(working, key=lambda stage: (stage.done_step_id, stage.pp_rank), default=None)
+
+
+def explain_progress(stages: Sequence[StageProgress]) -> str | None:
+    """Who holds a step, for how long, and who waits on whom, on one line; None where nothing is
+    in flight. `stages` are all stages of one replica."""
+    holder = furthest_behind(stages)
+    if holder is None:
+        return None
+    by_rank = {stage.pp_rank: stage for stage in stages}
+    words = [f"{_name(holder)} {_silence(holder)}: {_holds(holder, by_rank)}"]
+    words += [
+        f"{_name(stage)} waits for activations of step {stage.done_step_id + 1} from stage "
+        f"{stage.pp_rank - 1}"
+        for stage in sorted(stages, key=lambda stage: stage.pp_rank)
+        if stage.pp_rank > holder.pp_rank and not stage.is_idle
+    ]
+    return "; ".join(words)
+
+
+def _name(stage: StageProgress) -> str:
+    return f"stage {stage.pp_rank}"
+
+
+def _silence(stage: StageProgress) -> str:
+    return f"has been silent for {stage.silent_seconds:.1f} s"
+
+
+def _holds(holder: StageProgress, by_rank: dict[int, StageProgress]) -> str:
+    step_id = holder.done_step_id + 1
+    last = "no step yet" if holder.done_step_id == 0 else f"step {holder.done_step_id}"
+    holds = f"it has done {last} and holds step {step_id}"
+    before = by_rank.get(holder.pp_rank - 1)
+    if before is None:
+        return f"{holds}, which needs nothing of another stage: it computes, or does not run"
+    return (
+        f"{holds}: {_name(before)} has sent its activations, so it computes, does not run, or "
+        "they do not arrive"
+    )

@@ -1,0 +1,228 @@
+/* Float32 attention over the paged cache, where it lies. */
+#include "vector.h"
+
+/* ---- attention of decode rows over the paged cache ------------------------------------------ */
+
+/* Positions at a time: their scores stay in registers and the first-level cache. */
+#define SPAN 64
+#define MAX_GROUP 32
+
+typedef struct {
+    const float *keys, *values;
+    const int64_t *table;
+    int64_t length, block_size, kv_heads, dim;
+    int group; /* query heads of one KV head */
+} sequence;
+
+static inline const float *entry(const sequence *s, const float *cache, int64_t position,
+                                 int64_t kv_head) {
+    int64_t slot = s->table[position / s->block_size] * s->block_size + position % s->block_size;
+    return cache + (slot * s->kv_heads + kv_head) * s->dim;
+}
+
+/* One KV head's query heads q [group, dim] -> out [group, dim], with a running maximum
+ * (Milakov and Gimelshein, 2018), so that nothing of the length of the sequence is kept. */
+static void attend(const sequence *s, int64_t kv_head, const float *q, float scale, float *out) {
+    float scores[MAX_GROUP * SPAN], best[MAX_GROUP], total[MAX_GROUP];
+    int64_t dim = s->dim;
+    for (int g = 0; g < s->group; g++) {
+        best[g] = -__builtin_inff();
+        total[g] = 0.0f;
+    }
+    memset(out, 0, (size_t)s->group * (size_t)dim * sizeof(float));
+    for (int64_t start = 0; start < s->length; start += SPAN) {
+        int count = (int)(s->length - start < SPAN ? s->length - start : SPAN);
+        for (int t = 0; t < count; t++) {
+            const float *key = entry(s, s->keys, start + t, kv_head);
+            for (int g = 0; g < s->group; g++) {
+                vec dot = {0};
+                for (int64_t i = 0; i < dim; i += LANES)
+                    dot += *(const vec *)(q + g * dim + i) * *(const vec *)(key + i);
+                scores[g * SPAN + t] = sum(dot) * scale;
+            }
+        }
+        for (int g = 0; g < s->group; g++) {
+            float *row = scores + g * SPAN, top = best[g];
+            for (int t = 0; t < count; t++)
+                top = row[t] > top ? row[t] : top;
+            for (int t = count; t < SPAN; t++)
+                row[t] = -__builtin_inff();
+            /* exp(-inf) is 0 the first time. */
+            float keep = vexp(splat(best[g] - top))[0];
+            best[g] = top;
+            vec part = {0};
+            for (int t = 0; t < SPAN; t += LANES) {
+                vec e = vexp(*(vec *)(row + t) - top);
+                *(vec *)(row + t) = e;
+                part += e;
+            }
+            total[g] = total[g] * keep + sum(part);
+            for (int64_t i = 0; i < dim; i += LANES)
+                *(vec *)(out + g * dim + i) *= keep;
+        }
+        for (int t = 0; t < count; t++) {
+            const float *value = entry(s, s->values, start + t, kv_head);
+            for (int g = 0; g < s->group; g++) {
+                float weight = scores[g * SPAN + t];
+                for (int64_t i = 0; i < dim; i += LANES)
+                    *(vec *)(out + g * dim + i) += *(const vec *)(value + i) * weight;
+            }
+        }
+    }
+    for (int g = 0; g < s->group; g++) {
+        float inverse = 1.0f / total[g];
+        for (int64_t i = 0; i < dim; i += LANES)
+            *(vec *)(out + g * dim + i) *= inverse;
+    }
+}
+
+/* Row r of the rows `indices` [rows] of qkv [.., width] attends the first lengths[r] positions of
+ * the blocks tables[r * blocks ...]; the result goes to the same row of y [.., heads, dim]. */
+void stagemesh_decode_attention(const float *qkv, int64_t width, const int64_t *indices,
+                                int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
+                                const float *keys, const float *values, int64_t block_size,
+                                const int64_t *tables, int64_t blocks, const int64_t *lengths,
+                                float scale, float *y, int threads) {
+    int group = (int)(heads / kv_heads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t unit = 0; unit < rows * kv_heads; unit++) {
+        int64_t row = unit / kv_heads, kv_head = unit % kv_heads;
+        int64_t offset = kv_head * group * dim;
+        sequence s = {keys,       values,   tables + row * blocks, lengths[row],
+                      block_size, kv_heads, dim,                   group};
+        attend(&s, kv_head, qkv + indices[row] * width + offset, scale,
+               y + indices[row] * heads * dim + offset);
+    }
+}
+
+/* ---- attention of prompt chunks over the paged cache ----------------------------------------- */
+
+/* Query rows (queries times heads of a group) at a time; with their scores and sums they stay in
+ * the second-level cache while all keys and values pass by. */
+#define TILE_ROWS 192
+#define MAX_DIM 256
+
+typedef struct {
+    float q[TILE_ROWS * MAX_DIM], out[TILE_ROWS * MAX_DIM], scores[TILE_ROWS * SPAN];
+    float part[ROWS * PANEL], best[TILE_ROWS], total[TILE_ROWS];
+    float keys[SPAN * MAX_DIM], values[SPAN * MAX_DIM]; /* in panels */
+} tile;
+
+/* Keys of positions from `start` as panels [SPAN / PANEL][dim][PANEL], values as panels
+ * [dim / PANEL][SPAN][PANEL]; both 0 behind the end. */
+static void gather(tile *t, const sequence *s, int64_t kv_head, int64_t start) {
+    int64_t dim = s->dim;
+    for (int64_t i = 0; i < SPAN; i++) {
+        int is_there = start + i < s->length;
+        const float *key = is_there ? entry(s, s->keys, start + i, kv_head) : NULL;
+        const float *value = is_there ? entry(s, s->values, start + i, kv_head) : NULL;
+        float *column = t->keys + i / PANEL * PANEL * dim + i % PANEL;
+        for (int64_t d = 0; d < dim; d++)
+            column[d * PANEL] = is_there ? key[d] : 0.0f;
+        for (int64_t d = 0; d < dim; d += PANEL) {
+            float *to = t->values + d * SPAN + i * PANEL;
+            for (int l = 0; l < PANEL; l++)
+                to[l] = is_there ? value[d + l] : 0.0f;
+        }
+    }
+}
+
+/* Scores to weights: row `r` sees `seen` of the span's positions; rescales what is summed up. */
+static void soften(tile *t, int r, int64_t seen, int64_t dim) {
+    float *row = t->scores + r * SPAN, top = t->best[r];
+    for (int64_t i = seen; i < SPAN; i++)
+        row[i] = -__builtin_inff();
+    for (int i = 0; i < SPAN; i++)
+        top = row[i] > top ? row[i] : top;
+    float keep = vexp(splat(t->best[r] - top))[0];
+    vec part = {0};
+    for (int i = 0; i < SPAN; i += LANES) {
+        vec e = vexp(*(vec *)(row + i) - top);
+        *(vec *)(row + i) = e;
+        part += e;
+    }
+    t->best[r] = top;
+    t->total[r] = t->total[r] * keep + sum(part);
+    for (int64_t i = 0; i < dim; i += LANES)
+        *(vec *)(t->out + r * dim + i) *= keep;
+}
+
+/* `rows` rows of the tile, of which row r is the query at position first + r / group. */
+static void attend_tile(tile *t, const sequence *s, int64_t kv_head, int rows, int64_t first) {
+    static const float zeros[PANEL];
+    int64_t dim = s->dim, last = first + (rows - 1) / s->group;
+    memset(t->out, 0, (size_t)rows * (size_t)dim * sizeof(float));
+    for (int r = 0; r < rows; r++) {
+        t->best[r] = -__builtin_inff();
+        t->total[r] = 0.0f;
+    }
+    for (int64_t start = 0; start <= last; start += SPAN) {
+        gather(t, s, kv_head, start);
+        /* Rows before the span see nothing of it: the diagonal. */
+        int from = start > first ? (int)(start - first) * s->group : 0;
+        for (int r = from; r < rows; r += ROWS) {
+            int count = rows - r < ROWS ? rows - r : ROWS;
+            for (int p = 0; p < SPAN; p += PANEL)
+                panel(count, t->q + r * dim, (size_t)dim, t->keys + p * dim, zeros,
+                      t->scores + r * SPAN + p, SPAN, t->keys, 0);
+        }
+        for (int r = from; r < rows; r++) {
+            int64_t seen = first + r / s->group + 1 - start;
+            soften(t, r, seen < SPAN ? seen : SPAN, dim);
+        }
+        for (int r = from; r < rows; r += ROWS) {
+            int count = rows - r < ROWS ? rows - r : ROWS;
+            for (int64_t d = 0; d < dim; d += PANEL) {
+                panel(count, t->scores + r * SPAN, SPAN, t->values + d * SPAN, zeros, t->part,
+                      PANEL, t->values, 0);
+                for (int m = 0; m < count; m++)
+                    for (int i = 0; i < PANEL; i += LANES)
+                        *(vec *)(t->out + (r + m) * dim + d + i) += *(vec *)(t->part + m * PANEL + i);
+            }
+        }
+    }
+}
+
+/* The `count` rows of qkv [.., width] are the queries at positions first, first + 1 ... of a
+ * sequence with this block table, whose keys and values are in the cache; each attends what is not
+ * behind it. -> y [count, heads, dim]. Returns 0, or -1 where there is no memory. */
+int stagemesh_prompt_attention(const float *qkv, int64_t width, int64_t count, int64_t first,
+                               int64_t heads, int64_t kv_heads, int64_t dim, const float *keys,
+                               const float *values, int64_t block_size, const int64_t *table,
+                               float scale, float *y, int threads) {
+    int group = (int)(heads / kv_heads), failed = 0;
+    int64_t queries = TILE_ROWS / group, tiles = (count + queries - 1) / queries;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        tile *t = malloc(sizeof(tile));
+        if (t == NULL)
+            failed = 1;
+#pragma omp for schedule(dynamic)
+        for (int64_t unit = 0; unit < tiles * kv_heads; unit++) {
+            int64_t kv_head = unit / tiles, start = unit % tiles * queries;
+            int64_t taken = count - start < queries ? count - start : queries;
+            sequence s = {keys,       values,   table, first + count,
+                          block_size, kv_heads, dim,   group};
+            if (t == NULL)
+                continue;
+            for (int64_t r = 0; r < taken * group; r++) {
+                const float *q = qkv + (start + r / group) * width +
+                                 (kv_head * group + r % group) * dim;
+                for (int64_t i = 0; i < dim; i += LANES)
+                    *(vec *)(t->q + r * dim + i) = *(const vec *)(q + i) * scale;
+            }
+            attend_tile(t, &s, kv_head, (int)(taken * group), first + start);
+            for (int64_t r = 0; r < taken * group; r++) {
+                float *to = y + ((start + r / group) * heads + kv_head * group + r % group) * dim;
+                float inverse = 1.0f / t->total[r];
+                for (int64_t i = 0; i < dim; i += LANES)
+                    *(vec *)(to + i) = *(vec *)(t->out + r * dim + i) * inverse;
+            }
+        }
+        free(t);
+    }
+    return failed ? -1 : 0;
+}
+
+int64_t stagemesh_max_group(void) { return MAX_GROUP; }
+int64_t stagemesh_max_dim(void) { return MAX_DIM; }

@@ -1,0 +1,99 @@
+/* What the kernels share: vectors, and products of a few rows with a panel of weights.
+ *
+ * Plain C with the vector extension of GCC and Clang, so that the same source is AVX2, AVX-512 or
+ * NEON by the compiler's flags. Every row's sums are added in one order whatever the batch, so a
+ * sequence's result does not depend on its company. Compiled on first use by `kernels/build.py`.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 8
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* ---- the product that everything is made of --------------------------------------------------- */
+
+/* A panel is PANEL output features, stored input feature by input feature: [in][PANEL]. */
+#define PANEL (2 * LANES)
+/* Rows at a time: 2 x 6 sums, 2 weights and 1 input are 15 of AVX2's 16 registers. */
+#define ROWS 6
+/* `soon` is where the next panel begins to be fetched from, `step` floats for each input: several
+ * passes over one panel share the fetching of the next, so that memory is never idle. */
+#define DEFINE_PANEL(M)                                                                           \
+    static void panel_##M(const float *x, size_t in, const float *w, const float *bias, float *y, \
+                          size_t stride, const float *soon, size_t step) {                        \
+        vec low[M], high[M];                                                                      \
+        for (int m = 0; m < M; m++) {                                                             \
+            low[m] = *(const vec *)bias;                                                          \
+            high[m] = *(const vec *)(bias + LANES);                                               \
+        }                                                                                         \
+        for (size_t k = 0; k < in; k++) {                                                         \
+            vec w0 = *(const vec *)(w + k * PANEL), w1 = *(const vec *)(w + k * PANEL + LANES);   \
+            __builtin_prefetch(soon + k * step, 0, 2);                                            \
+            _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                 \
+                float s = x[m * in + k];                                                          \
+                low[m] += w0 * s;                                                                 \
+                high[m] += w1 * s;                                                                \
+            }                                                                                     \
+        }                                                                                         \
+        for (int m = 0; m < M; m++) {                                                             \
+            *(vec *)(y + m * stride) = low[m];                                                    \
+            *(vec *)(y + m * stride + LANES) = high[m];                                           \
+        }                                                                                         \
+    }
+DEFINE_PANEL(1)
+DEFINE_PANEL(2)
+DEFINE_PANEL(3)
+DEFINE_PANEL(4)
+DEFINE_PANEL(5)
+DEFINE_PANEL(6)
+
+static void panel(int rows, const float *x, size_t in, const float *w, const float *bias, float *y,
+                  size_t stride, const float *soon, size_t step) {
+    switch (rows) {
+    case 1: panel_1(x, in, w, bias, y, stride, soon, step); break;
+    case 2: panel_2(x, in, w, bias, y, stride, soon, step); break;
+    case 3: panel_3(x, in, w, bias, y, stride, soon, step); break;
+    case 4: panel_4(x, in, w, bias, y, stride, soon, step); break;
+    case 5: panel_5(x, in, w, bias, y, stride, soon, step); break;
+    default: panel_6(x, in, w, bias, y, stride, soon, step);
+    }
+}
+
+/* ---- functions of vectors ------------------------------------------------------------------- */
+
+static inline vec choose(ivec mask, vec yes, vec no) {
+    return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
+}
+
+static inline vec splat(float value) {
+    return (vec){0} + value;
+}
+
+/* e^x to 2 units in the last place, 0 below -87.3 (Cephes' expf). x above 88 is not asked for. */
+static inline vec vexp(vec x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    ivec tiny = x < splat(-87.3f);
+    x = choose(tiny, splat(-87.3f), x);
+    x = choose(x > splat(88.0f), splat(88.0f), x);
+    vec n = (x * 1.44269504088896341f + magic) - magic;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    vec e = p * r * r + r + 1.0f;
+    ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return choose(tiny, splat(0.0f), e * (vec)exponent);
+}
+
+static inline float sum(vec v) {
+    float total = 0.0f;
+    for (int i = 0; i < LANES; i++)
+        total += v[i];
+    return total;
+}

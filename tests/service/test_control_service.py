@@ -1,0 +1,292 @@
+"""Diagnose and Echo over real gRPC, and a doctor's questions to whatever listens on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.cli import main
+from services.config import ServeConfig
+from services.control.diagnosis import MAX_ECHO_BYTES
+from services.control.membership import Membership
+from services.control.progress import ProgressTable, StageProgress
+from services.control.service import ControlService
+from services.doctor.findings import Check, Outcome
+from services.doctor.gather import gather_node
+from services.doctor.head import HeadFacts, Obstacle, Unanswered, ask_head
+from services.doctor.mesh_checks import check_head
+from services.errors import InvalidRequest
+from services.rpc.channel import create_channel
+from services.rpc.errors import error_from_rpc
+from services.rpc.server import RpcServer
+from services.topology.facts import MeshShape
+from services.topology.fingerprint import stated_fingerprint
+from services.topology.placement import NodeDevices, place
+from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
+from stagemesh.v1 import control_pb2, control_pb2_grpc, topology_pb2
+from tests.unit.topology.model_directory import ModelDirectory
+
+CONTROL = "stagemesh.v1.ControlService"
+SHAPE = MeshShape(dp_size=1, tp_size=1, pp_size=2, pp_layer_partition=(3, 2))
+FINGERPRINT = stated_fingerprint(SHAPE.pp_layer_partition, tp_size=1, pp_size=2)
+TIMEOUT_SECONDS = 5.0
+
+
+class ScriptedMesh:
+    """What the head would drive: stages that answer when told to, at a clock of the test's."""
+
+    def __init__(self) -> None:
+        self.table = ProgressTable(0, range(SHAPE.pp_size))
+        self.now = 0.0
+        self.reason = ""
+
+    def progress(self) -> Sequence[StageProgress]:
+        return self.table.stages(self.now)
+
+    def not_ready_reason(self) -> str:
+        return self.reason
+
+
+@contextlib.asynccontextmanager
+async def served(server: RpcServer) -> AsyncIterator[int]:
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(grace_seconds=0.0)
+
+
+@contextlib.asynccontextmanager
+async def head(mesh: ScriptedMesh | None = None) -> AsyncIterator[tuple[ControlService, int]]:
+    placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
+    control = ControlService(Membership(SHAPE, placements, FINGERPRINT, "cpu"))
+    if mesh is not None:
+        control.watch_mesh(mesh)
+    server = RpcServer([CONTROL])
+    control_pb2_grpc.add_ControlServiceServicer_to_server(control, server.grpc_server)
+    async with served(server) as port:
+        yield control, port
+
+
+@contextlib.asynccontextmanager
+async def worker() -> AsyncIterator[int]:
+    """A stage worker's service without ranks."""
+    server = RpcServer([SERVICE_NAME])
+    add_to_server(StageWorker(), server.grpc_server)
+    async with served(server) as port:
+        yield port
+
+
+def join(control: ControlService, port: int, pp_rank: int) -> None:
+    request = control_pb2.JoinRequest(
+        node=socket.gethostname(),
+        address=f"127.0.0.1:{port}",
+        pid=1,
+        device="cpu",
+        fingerprint=FINGERPRINT,
+        wanted=topology_pb2.Placement(pp_rank=pp_rank),
+    )
+    control.membership.join(request, asyncio.get_running_loop().time())
+
+
+async def ask(port: int, timeout_seconds: float = TIMEOUT_SECONDS) -> HeadFacts | Unanswered:
+    return await ask_head("127.0.0.1", port, 0, timeout_seconds)
+
+
+async def heard(port: int) -> HeadFacts:
+    found = await ask(port)
+    assert isinstance(found, HeadFacts), found
+    return found
+
+
+async def test_the_head_tells_what_it_knows() -> None:
+    mesh = ScriptedMesh()
+    mesh.reason = "waiting for stage 1 to join"
+    async with head(mesh) as (control, port), worker() as worker_port:
+        join(control, worker_port, 0)
+        found = await heard(port)
+    answer = found.answer
+    assert answer.node == socket.gethostname()
+    assert not answer.is_doctor
+    assert answer.fingerprint == FINGERPRINT
+    assert (answer.topology.pp_size, answer.device) == (2, "cpu")
+    assert {field.name for field in answer.versions} > {"stagemesh", "python", "torch"}
+    assert list(answer.missing) == ["stage 1"]
+    assert answer.not_ready_reason == mesh.reason
+    (member,) = answer.members
+    assert (member.address, member.pid) == (f"127.0.0.1:{worker_port}", 1)
+    assert 0 < member.round_trip_seconds < 1
+    assert member.HasField("status")
+    assert member.silent_seconds < 5
+    assert [(stage.pp_rank, stage.sent_step_id) for stage in answer.progress] == [(0, 0), (1, 0)]
+    (peer,) = found.peers
+    assert peer.round_trip_seconds is not None and 0 < peer.round_trip_seconds < 1
+
+
+async def test_links_and_clocks_are_measured() -> None:
+    async with head() as (_, port):
+        link = (await heard(port)).link
+    assert 0 < link.round_trip_seconds < 1
+    assert link.bytes_per_second > 1 << 20
+    # It is one machine's clock.
+    assert abs(link.clock_offset_seconds) <= link.clock_uncertainty_seconds + 0.05
+
+
+async def test_a_step_that_hangs_is_explained_by_the_head() -> None:
+    mesh = ScriptedMesh()
+    mesh.table.given(1, now=0.0)
+    mesh.table.answered(0, 1, now=0.5)
+    mesh.now = 13.0
+    async with head(mesh) as (control, port), worker() as first, worker() as second:
+        join(control, first, 0)
+        join(control, second, 1)
+        found = await heard(port)
+    config = ServeConfig(model="m", pipeline_parallel_size=2)
+    findings = check_head(found, config, gather_node(), FINGERPRINT, "cpu")
+    (hang,) = [finding for finding in findings if finding.outcome is Outcome.FAILED]
+    assert hang.check is Check.PROGRESS
+    assert hang.what == (
+        "stage 1 has been silent for 13.0 s: it has done no step yet and holds step 1: stage 0 has "
+        "sent its activations, so it computes, does not run, or they do not arrive"
+    )
+
+
+async def test_a_worker_that_does_not_answer_is_told_and_holds_nobody_up() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        async with head() as (control, port):
+            join(control, deaf.getsockname()[1], 0)
+            started = time.monotonic()
+            found = await ask_head("127.0.0.1", port, 0, 4.0)
+    assert time.monotonic() - started < 10
+    assert isinstance(found, HeadFacts)
+    (member,) = found.answer.members
+    assert not member.HasField("status") and not member.HasField("round_trip_seconds")
+    assert found.peers[0].round_trip_seconds is None
+
+
+async def test_too_many_bytes_are_not_sent_back() -> None:
+    async with head() as (_, port):
+        channel = create_channel(f"127.0.0.1:{port}")
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        payload = bytes(MAX_ECHO_BYTES)
+        answer = await stub.Echo(control_pb2.EchoRequest(payload=payload), timeout=5)
+        assert answer.payload == payload
+        assert abs(answer.clock_seconds - time.time()) < 5
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Echo(control_pb2.EchoRequest(payload=payload + b"x"), timeout=5)
+        error = error_from_rpc(refusal.value)
+        assert isinstance(error, InvalidRequest) and error.param == "payload"
+        limits = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
+        assert f"`MAX_ECHO_BYTES` (`services/control/diagnosis.py`), {MAX_ECHO_BYTES} b" in limits
+        await channel.close()
+
+
+async def test_names_that_do_not_resolve() -> None:
+    found = await ask_head("no.such.host.invalid", 29550, 0, TIMEOUT_SECONDS)
+    assert isinstance(found, Unanswered) and found.obstacle is Obstacle.NAME
+
+
+async def test_a_port_where_nothing_listens() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        found = await ask(bound.getsockname()[1])
+    assert isinstance(found, Unanswered) and found.obstacle is Obstacle.REFUSED
+
+
+async def test_a_port_of_another_protocol() -> None:
+    async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(http, "127.0.0.1", 0)
+    async with server:
+        found = await ask(server.sockets[0].getsockname()[1])
+    assert isinstance(found, Unanswered) and found.obstacle is Obstacle.NOT_GRPC
+
+
+async def test_a_grpc_port_of_another_service() -> None:
+    async with worker() as port:
+        found = await ask(port)
+    assert isinstance(found, Unanswered) and found.obstacle is Obstacle.OTHER_SERVICE
+
+
+async def test_a_head_that_is_stopped() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        found = await ask(deaf.getsockname()[1], timeout_seconds=0.5)
+    assert isinstance(found, Unanswered) and found.obstacle is Obstacle.HUNG
+
+
+async def test_an_address_that_nobody_answers_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", never)
+    found = await ask_head("127.0.0.1", 29550, 0, 0.1)
+    assert isinstance(found, Unanswered) and found.obstacle is Obstacle.SILENCE
+
+
+async def doctor(
+    capfd: pytest.CaptureFixture[str], port: int, *flags: str
+) -> tuple[int, dict[str, list[str]]]:
+    """The command's exit code, and what failed by check."""
+    own = ("--master-port", str(port), "--port", "0", "--grpc-port", "0", "--json")
+    code = await asyncio.to_thread(main, ["doctor", *flags, *own])
+    document = json.loads(capfd.readouterr().out)
+    failed: dict[str, list[str]] = {}
+    for finding in document["findings"]:
+        if finding["outcome"] == "failed":
+            failed.setdefault(finding["check"], []).append(finding["what"])
+    assert (document["mesh"] is None) == ("head" in failed)
+    return code, failed
+
+
+async def test_the_command_asks_the_head(capfd: pytest.CaptureFixture[str]) -> None:
+    mesh = ScriptedMesh()
+    async with head(mesh) as (control, port), worker() as first, worker() as second:
+        join(control, first, 0)
+        join(control, second, 1)
+        assert await doctor(capfd, port) == (0, {})
+        mesh.table.given(1, now=0.0)
+        mesh.now = 20.0
+        code, failed = await doctor(capfd, port)
+    assert code == 1
+    assert list(failed) == ["progress"]
+    assert "stage 0 has been silent for 20.0 s" in failed["progress"][0]
+
+
+async def test_the_command_names_all_that_keeps_a_worker_out(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = ModelDirectory(tmp_path / "tiny")
+    model.write_single()
+    async with head() as (_, port):
+        code, failed = await doctor(
+            capfd,
+            port,
+            *(str(model.path), "-tp", "2", "-pp", "3", "--cpu-devices", "8"),
+            *("--nnodes", "2", "--node-rank", "1", "--headless", "--pp-layer-partition", "1,1,1"),
+        )
+    assert code == 1
+    assert list(failed) == ["join"]
+    differing = [what.partition(" differs")[0] for what in failed["join"]]
+    assert differing == ["tp_size", "pp_size", "pp_layer_partition"]
+    assert "the head has 3,2 and node 1" in failed["join"][2]
+
+
+async def test_a_public_address_is_not_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    code, failed = await doctor(capfd, 29550, "--master-addr", "8.8.8.8")
+    assert code == 1
+    assert "is a public address" in failed["head"][0]

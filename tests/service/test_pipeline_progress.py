@@ -1,0 +1,109 @@
+"""The gateway's own view of how far each stage is, over real step streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+from gateway.pipeline import mesh_pipeline
+from gateway.pipeline.bring_up import Stage
+from gateway.pipeline.mesh_pipeline import MeshPipeline
+from gateway.pipeline.stage_client import StageClient
+from services.errors import StageFailed
+from services.rpc.channel import create_channel
+from services.rpc.server import RpcServer
+from services.topology.placement import StagePlacement
+from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
+
+EPOCH = 1
+
+
+class ScriptedStage(stage_worker_pb2_grpc.StageWorkerServiceServicer):
+    """Answers as many steps as it is allowed to."""
+
+    def __init__(self) -> None:
+        self.allowed = asyncio.Semaphore(0)
+
+    async def Execute(
+        self,
+        requests: AsyncIterator[stage_worker_pb2.ExecuteRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[stage_worker_pb2.ExecuteResponse]:
+        async for request in requests:
+            await self.allowed.acquire()
+            yield stage_worker_pb2.ExecuteResponse(
+                result=step_pb2.StepResult(epoch=EPOCH, step_id=request.step.step_id)
+            )
+
+
+@asynccontextmanager
+async def pipeline(num_stages: int) -> AsyncIterator[tuple[MeshPipeline, list[ScriptedStage]]]:
+    scripted = [ScriptedStage() for _ in range(num_stages)]
+    stages = []
+    async with AsyncExitStack() as stack:
+        for pp_rank, servicer in enumerate(scripted):
+            server = RpcServer(["stagemesh.v1.StageWorkerService"])
+            stage_worker_pb2_grpc.add_StageWorkerServiceServicer_to_server(
+                servicer, server.grpc_server
+            )
+            address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+            await server.start()
+            stack.push_async_callback(server.stop, grace_seconds=0.0)
+            client = StageClient(create_channel(address), address, pp_rank)
+            stack.push_async_callback(client.close)
+            placement = StagePlacement(0, 0, pp_rank, (0,), (pp_rank,), pp_rank, pp_rank + 1)
+            stages.append(Stage(client, placement))
+        made = MeshPipeline(stages, EPOCH, lambda pp_rank, clock: None)
+        running = asyncio.ensure_future(made.run())
+        try:
+            yield made, scripted
+        finally:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+
+async def until_done(made: MeshPipeline, *step_ids: int) -> None:
+    for _ in range(1000):
+        if [stage.done_step_id for stage in made.progress()] == list(step_ids):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(made.progress())
+
+
+async def test_each_stage_s_last_answer_and_silence() -> None:
+    async with pipeline(2) as (made, (first, second)):
+        assert all(stage.is_idle for stage in made.progress())
+        for step_id in (1, 2):
+            made.send(step_pb2.Step(epoch=EPOCH, step_id=step_id))
+        first.allowed.release()
+        first.allowed.release()
+        second.allowed.release()
+        await until_done(made, 2, 1)
+        assert {stage.sent_step_id for stage in made.progress()} == {2}
+        before = [stage.silent_seconds for stage in made.progress()]
+        assert all(0 <= seconds < 5 for seconds in before)
+        await asyncio.sleep(0.05)
+        after = [stage.silent_seconds for stage in made.progress()]
+        assert all(later - sooner > 0.04 for sooner, later in zip(before, after, strict=True))
+
+
+async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_pipeline, "STUCK_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(mesh_pipeline, "WATCH_INTERVAL_SECONDS", 0.05)
+    async with pipeline(3) as (made, (first, _, _)):
+        made.send(step_pb2.Step(epoch=EPOCH, step_id=1))
+        first.allowed.release()
+        with pytest.raises(StageFailed) as failure:
+            async with asyncio.timeout(5):
+                await made.next_result()
+    message = failure.value.message
+    assert message.startswith("stage 1 has been silent for 0.")
+    assert "holds step 1: stage 0 has sent its activations" in message
+    assert message.endswith("stage 2 waits for activations of step 1 from stage 1")
