@@ -150,7 +150,7 @@ class Gateway:
             self._metrics.observe_routing,
             config.join_timeout_seconds,
         )
-        self._control.watch_mesh(self._mesh)
+        self._control.tell_of(self._mesh, Path(plan.stage_plan.model_path))
         self._metrics.watch_engine(self._mesh.stats)
         self._frontend = Frontend(
             self._mesh,
@@ -201,6 +201,7 @@ class Gateway:
         launcher: LocalLauncher | None = None
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._frontend.close)
+            stack.callback(self._control.close)
             stack.push_async_callback(self._mesh.close)
             stack.callback(rest_server.close)
             rest_port = rest_server.bind(config.host, config.port)

@@ -25,6 +25,17 @@ def doctor(argv: Sequence[str]) -> int:
 
     arguments = parse_arguments("doctor", _DESCRIPTION, DOCTOR_GROUPS, MODEL, argv)
     request = doctor_request(arguments, DOCTOR_GROUPS, os.environ)
-    report = examine(request)
+    examination = examine(request)
+    report = examination.report
     sys.stdout.write(to_json(report) if request.json else render(report))
+    sys.stdout.flush()
+    if request.listen:
+        from services.doctor.listen import listen
+
+        listen(request.config, examination, _say)
     return 0 if report.healthy else EXIT_FAILED
+
+
+def _say(line: str) -> None:
+    """Beside the report, which may be JSON."""
+    print(line, file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.bench.settings import BenchSettings
 from services.cli.arguments import Arguments, Positional
+from services.cli.doctor_flags import OWN_FLAGS
 from services.cli.flags import CONFIG_FLAG, Flag, FlagGroup, all_flags
 from services.cli.plan_flags import PlanRequest
 from services.cli.usage import UsageError, did_you_mean
@@ -55,10 +56,19 @@ def doctor_request(
     fields, model = _merge(
         "doctor", arguments, groups, environment, Positional("MODEL", ""), refused
     )
-    # The doctor's own flags, which a config of `serve` does not have.
-    own = {name: fields.pop(name) for name in ("json", "timeout_seconds") if name in fields}
+    own_names = [flag.field for flag in OWN_FLAGS]
+    own = {name: fields.pop(name) for name in own_names if name in fields}
     config = ServeConfig(model=model or "", **fields)
-    asks_head = config.node_rank > 0 or bool(fields.keys() & {"master_addr", "master_port"})
+    listens = bool(own.get("listen", False))
+    if listens and (config.headless or config.node_rank > 0):
+        raise UsageError(
+            "--listen is for the head's node, which the others ask; leave out --headless and "
+            "--node-rank, or leave out --listen"
+        )
+    if own.get("deep") and not model:
+        raise UsageError("--deep reads the weights of MODEL; name it right after stagemesh doctor")
+    names_head = bool(fields.keys() & {"master_addr", "master_port"})
+    asks_head = config.node_rank > 0 or (names_head and not listens)
     problems = (*refused, *contradictions("serve", config))
     return DoctorRequest(config, problems, asks_head, **own)
 

@@ -14,6 +14,7 @@ import grpc
 from services.control.membership import Member, Membership
 from services.control.progress import StageProgress
 from services.errors import InvalidRequest
+from services.models.content_hash import ContentHash
 from services.rpc.channel import create_channel
 from services.software import installed_versions
 from services.topology.wire import placement_to_proto, shape_to_proto
@@ -38,7 +39,12 @@ class MeshState(Protocol):
         ...
 
 
-async def diagnose(membership: Membership, mesh: MeshState | None) -> control_pb2.DiagnoseResponse:
+async def diagnose(
+    request: control_pb2.DiagnoseRequest,
+    membership: Membership,
+    mesh: MeshState | None,
+    weights: ContentHash | None,
+) -> control_pb2.DiagnoseResponse:
     """Everything that the head knows; workers are asked all at once, each with a deadline."""
     now = asyncio.get_running_loop().time()
     async with asyncio.TaskGroup() as tasks:
@@ -53,6 +59,21 @@ async def diagnose(membership: Membership, mesh: MeshState | None) -> control_pb
         missing=membership.missing(),
         not_ready_reason="" if mesh is None else mesh.not_ready_reason(),
         progress=() if mesh is None else map(progress_to_proto, mesh.progress()),
+        content_hash=hash_to_proto(weights) if request.hash_weights else None,
+    )
+
+
+def hash_to_proto(weights: ContentHash | None) -> control_pb2.ContentHash:
+    """How far the hash is that somebody asks for; the first who asks has it started."""
+    if weights is None:
+        return control_pb2.ContentHash(error="there is no model here to hash")
+    weights.start()
+    progress = weights.progress
+    return control_pb2.ContentHash(
+        hashed_bytes=progress.hashed_bytes,
+        total_bytes=progress.total_bytes,
+        files=[control_pb2.FileHash(name=f.name, sha256=f.sha256) for f in progress.files],
+        error=progress.error,
     )
 
 

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
+from pathlib import Path
 
 import grpc
 
 from services.control.diagnosis import MeshState, diagnose, echo
 from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
 from services.errors import JoinRefused, StageFailed
+from services.models.content_hash import ContentHash
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
 log = logging.getLogger("stagemesh.control")
@@ -32,10 +34,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._failed = asyncio.Event()
         self._failure = ""
         self._mesh: MeshState | None = None
+        self._weights: ContentHash | None = None
 
-    def watch_mesh(self, mesh: MeshState) -> None:
-        """Lets `Diagnose` tell of the mesh that is driven from here."""
+    def tell_of(self, mesh: MeshState, model_path: Path) -> None:
+        """Lets `Diagnose` tell of the mesh that is driven from here, and of its model's weights."""
         self._mesh = mesh
+        self._weights = ContentHash(model_path)
+
+    def close(self) -> None:
+        """Ends a hash of the weights that is being made."""
+        if self._weights is not None:
+            self._weights.close()
 
     async def Join(
         self, request: control_pb2.JoinRequest, context: grpc.aio.ServicerContext
@@ -74,8 +83,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.DiagnoseRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.DiagnoseResponse:
         """A doctor asks."""
-        log.info("a doctor on node %d (%.64r) asks", request.node_rank, request.node)
-        return await diagnose(self.membership, self._mesh)
+        log.debug("a doctor on node %d (%.64r) asks", request.node_rank, request.node)
+        return await diagnose(request, self.membership, self._mesh, self._weights)
 
     async def Echo(
         self, request: control_pb2.EchoRequest, context: grpc.aio.ServicerContext

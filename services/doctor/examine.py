@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.diagnosis import progress_from_proto
@@ -25,27 +27,44 @@ from services.doctor.node_checks import (
 )
 from services.doctor.report import MeshReport, Report
 from services.doctor.request import DoctorRequest
+from services.doctor.weights_check import check_weights_equal, check_weights_here
 from services.errors import StagemeshError
 from services.mesh_plan import MeshPlan
+from services.models.content_hash import ContentHash
 from services.rpc.addresses import check_master_address
+from services.topology.facts import MeshShape
 from services.topology.fingerprint import stated_fingerprint
 from services.topology.layouts import Demand
 from services.topology.partition import PARTITION_FLAG
 from stagemesh.v1 import topology_pb2
 
 
-def examine(request: DoctorRequest) -> Report:
-    """Looks at this node. Raises nothing that a check should say."""
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """A report, and what another node's doctor would compare itself with."""
+
+    report: Report
+    fingerprint: topology_pb2.Fingerprint
+    shape: MeshShape | None
+    """None where no plan could be made."""
+    device: str
+    model_path: Path | None
+
+
+def examine(request: DoctorRequest) -> Examination:
+    """Looks at this node, and asks the head where there is one to ask. Raises nothing that a
+    check should say."""
     config = request.config
     node = gather_node()
     findings = list(settings_findings(request.problems))
     layout = LayoutChecks(config, socket.gethostname())
     devices = layout.devices()
-    plan = _examine_model(request, layout, devices.kind)
+    path, plan = _examine_model(request, layout, devices.kind)
     findings += layout.findings
     if plan is not None and plan.placements_of(config.node_rank):
         findings += _memory(config, plan, node, devices)
-    head, silence = _ask(request)
+    weights = None if path is None or not request.deep else ContentHash(path)
+    head, silence = _ask(request, weights)
     findings += check_versions(node, config, devices.kind)
     own_mesh_runs = head is not None and config.node_rank == 0 and not head.answer.is_doctor
     findings += check_ports(gather_ports(config), own_mesh_runs=own_mesh_runs)
@@ -54,14 +73,22 @@ def examine(request: DoctorRequest) -> Report:
     findings += check_shared_memory(node, device=devices.kind, num_ranks=devices.num_ranks)
     if silence is not None:
         findings.append(silence)
+    fingerprint = _own_fingerprint(config, plan)
     if head is not None:
-        ours = _own_fingerprint(config, plan)
-        findings += check_head(head, config, node, ours, devices.kind)
+        findings += check_head(head, config, node, fingerprint, devices.kind)
+    if weights is not None:
+        findings += _weights(weights, head)
     mesh = None if head is None else _mesh_report(head)
-    return Report(config.node_rank, config.model or None, tuple(findings), node, mesh)
+    # In the order of the checks, each with its findings in the order in which they were made.
+    findings.sort(key=lambda finding: list(Check).index(finding.check))
+    report = Report(config.node_rank, config.model or None, tuple(findings), node, mesh)
+    shape = None if plan is None else plan.shape
+    return Examination(report, fingerprint, shape, devices.kind, path)
 
 
-def _ask(request: DoctorRequest) -> tuple[HeadFacts | None, Finding | None]:
+def _ask(
+    request: DoctorRequest, weights: ContentHash | None
+) -> tuple[HeadFacts | None, Finding | None]:
     """What the head says, or the finding that it says nothing; neither where none is asked."""
     config = request.config
     if not request.asks_head:
@@ -70,12 +97,25 @@ def _ask(request: DoctorRequest) -> tuple[HeadFacts | None, Finding | None]:
         check_master_address(config.master_addr, insecure=config.insecure)
     except StagemeshError as error:
         return None, refused(Check.HEAD, error)
-    port = config.master_port or DEFAULT_MASTER_PORT
-    asked = ask_head(config.master_addr, port, config.node_rank, request.timeout_seconds)
-    answer = asyncio.run(asked)
+    answer = asyncio.run(
+        ask_head(
+            config.master_addr,
+            config.master_port or DEFAULT_MASTER_PORT,
+            config.node_rank,
+            request.timeout_seconds,
+            weights,
+        )
+    )
     if isinstance(answer, Unanswered):
         return None, check_silence(answer, config)
     return answer, None
+
+
+def _weights(weights: ContentHash, head: HeadFacts | None) -> Iterator[Finding]:
+    ours = weights.finish()
+    if head is None:
+        return check_weights_here(ours)
+    return check_weights_equal(ours, head.answer.content_hash, head.answer.node)
 
 
 def _own_fingerprint(config: ServeConfig, plan: MeshPlan | None) -> topology_pb2.Fingerprint:
@@ -101,7 +141,9 @@ def _mesh_report(head: HeadFacts) -> MeshReport:
     return MeshReport(head.address, head.answer.node, head.link, head.peers, progress)
 
 
-def _examine_model(request: DoctorRequest, layout: LayoutChecks, device: str) -> MeshPlan | None:
+def _examine_model(
+    request: DoctorRequest, layout: LayoutChecks, device: str
+) -> tuple[Path | None, MeshPlan | None]:
     path = layout.model() if request.config.model else None
     facts = None if path is None else layout.files(path)
     # A partition that was refused before is not judged again as the even one in its place.
@@ -109,7 +151,7 @@ def _examine_model(request: DoctorRequest, layout: LayoutChecks, device: str) ->
     if facts is not None and not refused_before:
         layout.partition(facts)
     layout.compatibility(facts, device)
-    return None if path is None or facts is None else layout.plan(path, facts)
+    return path, None if path is None or facts is None else layout.plan(path, facts)
 
 
 def _memory(

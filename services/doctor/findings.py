@@ -37,6 +37,7 @@ class Check(str, Enum):
     SHARED_MEMORY = "shared memory"
     HEAD = "head"
     JOIN = "join"
+    WEIGHTS = "weights"
     CLOCK = "clock"
     NETWORK = "network"
     MESH = "mesh"

@@ -14,12 +14,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.control.diagnosis import MAX_ECHO_BYTES
+from services.models.content_hash import ContentHash
 from services.rpc.addresses import join_host_port
 from services.rpc.channel import create_channel
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
 ROUND_TRIPS = 10
 BANDWIDTH_ROUNDS = 3
+POLL_SECONDS = 0.5
 
 # What a client of HTTP/2 sends first: the connection preface and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -93,9 +95,17 @@ class HeadFacts:
 
 
 async def ask_head(
-    host: str, port: int, node_rank: int, timeout_seconds: float
+    host: str,
+    port: int,
+    node_rank: int,
+    timeout_seconds: float,
+    weights: ContentHash | None = None,
 ) -> HeadFacts | Unanswered:
-    """Asks the control service at host:port; `timeout_seconds` is for each question."""
+    """Asks the control service at host:port; `timeout_seconds` is for each question.
+
+    With `weights` both sides hash theirs at the same time, and the answer is there when both
+    have, or when the head's has not moved on for `timeout_seconds`.
+    """
     address = join_host_port(host, port)
     unreachable = await _connect(host, port, address, timeout_seconds)
     if unreachable is not None:
@@ -106,10 +116,34 @@ async def ask_head(
         try:
             answer = await stub.Diagnose(request, timeout=timeout_seconds)
             link = await _measure(stub, timeout_seconds)
+            if weights is not None:
+                weights.start()
+                answer = await _with_hash(stub, request, timeout_seconds)
         except grpc.aio.AioRpcError as error:
             return Unanswered(address, _obstacle(error), str(error.details()))
         peers = await _ask_peers([member.address for member in answer.members], timeout_seconds)
     return HeadFacts(address, answer, link, peers)
+
+
+async def _with_hash(
+    stub: control_pb2_grpc.ControlServiceStub,
+    request: control_pb2.DiagnoseRequest,
+    timeout_seconds: float,
+) -> control_pb2.DiagnoseResponse:
+    """The answer with the head's hash, complete or as far as it came."""
+    asking = control_pb2.DiagnoseRequest()
+    asking.CopyFrom(request)
+    asking.hash_weights = True
+    loop = asyncio.get_running_loop()
+    moved_at, hashed_bytes = loop.time(), -1
+    while True:
+        answer = await stub.Diagnose(asking, timeout=timeout_seconds)
+        state = answer.content_hash
+        if state.files or state.error or loop.time() - moved_at > timeout_seconds:
+            return answer
+        if state.hashed_bytes > hashed_bytes:
+            moved_at, hashed_bytes = loop.time(), state.hashed_bytes
+        await asyncio.sleep(POLL_SECONDS)
 
 
 async def _connect(host: str, port: int, address: str, timeout_seconds: float) -> Unanswered | None:

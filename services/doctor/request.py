@@ -23,3 +23,7 @@ class DoctorRequest:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """For each question over the network."""
     json: bool = False
+    deep: bool = False
+    """Hashes all weights, and compares them with the head's."""
+    listen: bool = False
+    """Answers other doctors afterwards, in the place of a head."""

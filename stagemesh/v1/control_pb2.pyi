@@ -59,15 +59,17 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, leave: _Optional[bool] = ..., leave_reason: _Optional[str] = ...) -> None: ...
 
 class DiagnoseRequest(_message.Message):
-    __slots__ = ("node", "node_rank")
+    __slots__ = ("node", "node_rank", "hash_weights")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    HASH_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_rank: int
-    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ...) -> None: ...
+    hash_weights: bool
+    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ..., hash_weights: _Optional[bool] = ...) -> None: ...
 
 class DiagnoseResponse(_message.Message):
-    __slots__ = ("node", "is_doctor", "topology", "fingerprint", "versions", "device", "members", "missing", "not_ready_reason", "progress")
+    __slots__ = ("node", "is_doctor", "topology", "fingerprint", "versions", "device", "members", "missing", "not_ready_reason", "progress", "content_hash")
     NODE_FIELD_NUMBER: _ClassVar[int]
     IS_DOCTOR_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +80,7 @@ class DiagnoseResponse(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
     node: str
     is_doctor: bool
     topology: _topology_pb2.Topology
@@ -88,7 +91,28 @@ class DiagnoseResponse(_message.Message):
     missing: _containers.RepeatedScalarFieldContainer[str]
     not_ready_reason: str
     progress: _containers.RepeatedCompositeFieldContainer[StageProgress]
-    def __init__(self, node: _Optional[str] = ..., is_doctor: _Optional[bool] = ..., topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[_topology_pb2.FingerprintField, _Mapping]]] = ..., device: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberReport, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., not_ready_reason: _Optional[str] = ..., progress: _Optional[_Iterable[_Union[StageProgress, _Mapping]]] = ...) -> None: ...
+    content_hash: ContentHash
+    def __init__(self, node: _Optional[str] = ..., is_doctor: _Optional[bool] = ..., topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[_topology_pb2.FingerprintField, _Mapping]]] = ..., device: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberReport, _Mapping]]] = ..., missing: _Optional[_Iterable[str]] = ..., not_ready_reason: _Optional[str] = ..., progress: _Optional[_Iterable[_Union[StageProgress, _Mapping]]] = ..., content_hash: _Optional[_Union[ContentHash, _Mapping]] = ...) -> None: ...
+
+class ContentHash(_message.Message):
+    __slots__ = ("hashed_bytes", "total_bytes", "files", "error")
+    HASHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    hashed_bytes: int
+    total_bytes: int
+    files: _containers.RepeatedCompositeFieldContainer[FileHash]
+    error: str
+    def __init__(self, hashed_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., files: _Optional[_Iterable[_Union[FileHash, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class FileHash(_message.Message):
+    __slots__ = ("name", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class MemberReport(_message.Message):
     __slots__ = ("node", "node_rank", "address", "pid", "placement", "silent_seconds", "status", "round_trip_seconds")

@@ -66,15 +66,18 @@ async def served(server: RpcServer) -> AsyncIterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def head(mesh: ScriptedMesh | None = None) -> AsyncIterator[tuple[ControlService, int]]:
+async def head(
+    mesh: ScriptedMesh | None = None, model_path: Path = Path("/no/such/model")
+) -> AsyncIterator[tuple[ControlService, int]]:
     placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
     control = ControlService(Membership(SHAPE, placements, FINGERPRINT, "cpu"))
     if mesh is not None:
-        control.watch_mesh(mesh)
+        control.tell_of(mesh, model_path)
     server = RpcServer([CONTROL])
     control_pb2_grpc.add_ControlServiceServicer_to_server(control, server.grpc_server)
     async with served(server) as port:
         yield control, port
+    control.close()
 
 
 @contextlib.asynccontextmanager
@@ -290,3 +293,26 @@ async def test_a_public_address_is_not_asked(capfd: pytest.CaptureFixture[str]) 
     code, failed = await doctor(capfd, 29550, "--master-addr", "8.8.8.8")
     assert code == 1
     assert "is a public address" in failed["head"][0]
+
+
+async def test_every_byte_of_the_weights_is_compared(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    here, there = ModelDirectory(tmp_path / "here"), ModelDirectory(tmp_path / "there")
+    for model in (here, there):
+        model.write_single()
+        (model.path / "tokenizer.json").write_text("{}")
+    flags = (str(here.path), "--deep")
+    async with head(ScriptedMesh(), there.path) as (_, port):
+        _, failed = await doctor(capfd, port, *flags)
+    assert "weights" not in failed
+    # Same headers, same sizes, another byte: only a full hash sees it.
+    weights = there.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    async with head(ScriptedMesh(), there.path) as (_, port):
+        code, failed = await doctor(capfd, port, *flags)
+    assert code == 1
+    assert "model.safetensors differs" in failed["weights"][0]
+    async with head() as (_, port):
+        _, failed = await doctor(capfd, port, *flags)
+    assert "there is no model here to hash" in failed["weights"][0]

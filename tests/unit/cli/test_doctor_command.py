@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.cli import main
 from services.config import ServeConfig
+from services.control.client import ControlClient
 from services.doctor.report import WIDTH
-from services.errors import StagemeshError
+from services.errors import JoinRefused, StagemeshError
 from services.mesh_plan import make_plan
+from services.rpc.channel import create_channel
+from stagemesh.v1 import control_pb2
 from tests.unit.topology.model_directory import ModelDirectory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,6 +206,86 @@ def test_a_hub_repository_is_not_downloaded(capfd: pytest.CaptureFixture[str]) -
     assert "hf download some-owner/nobody-cached-this" in " ".join(out.split())
 
 
+def test_all_weights_are_read_where_asked(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", str(model.path), "--deep", "--json", *FREE_PORTS])
+    document = json.loads(capfd.readouterr().out)
+    (found,) = [f["what"] for f in document["findings"] if f["check"] == "weights"]
+    sha256 = hashlib.sha256((model.path / "model.safetensors").read_bytes()).hexdigest()
+    assert f"model.safetensors {sha256}" in found
+
+
+@pytest.fixture
+def listening(model: ModelDirectory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A doctor on the head's node that waits for others, and its port."""
+    command = [sys.executable, "-m", "services.cli", "doctor", str(model.path), "--listen"]
+    command += ["--nnodes", "2", "-pp", "2", "--master-port", "0", *FREE_PORTS]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stderr is not None
+    try:
+        found = re.search(r"answering doctors at 127\.0\.0\.1:(\d+)", process.stderr.readline())
+        assert found is not None
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stderr.close()
+
+
+def test_two_nodes_are_compared_before_anything_is_served(
+    model: ModelDirectory,
+    capfd: pytest.CaptureFixture[str],
+    listening: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, port = listening
+    node = ("--nnodes", 2, "--node-rank", 1, "--headless", "-pp", 2, "--master-port", port)
+    assert doctor(capfd, model.path, *node, "--deep") == (0, {})
+    code, failed = doctor(capfd, model.path, *node, "--block-size", 32)
+    assert code == 1
+    assert "block_size differs: the head has 16" in failed["join"][0]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == f"node 1 ({socket.gethostname()}) asks\n"
+
+
+def test_a_worker_that_is_started_too_early_is_told(
+    listening: tuple[subprocess.Popen[str], str],
+) -> None:
+    async def join() -> str:
+        address = f"127.0.0.1:{listening[1]}"
+        channel = create_channel(address)
+        try:
+            client = ControlClient(channel, address)
+            with pytest.raises(JoinRefused) as refusal:
+                await client.join(control_pb2.JoinRequest(), timeout_seconds=0.1)
+        finally:
+            await channel.close()
+        return refusal.value.message
+
+    assert "a doctor listens here, and no head" in asyncio.run(join())
+
+
+def test_a_question_has_the_deadline_that_is_asked_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        port = deaf.getsockname()[1]
+        code, failed = doctor(capfd, "--master-port", port, "--timeout-seconds", "0.2")
+    assert code == 1
+    assert "takes connections and does not answer: no answer in 0.2 s" in failed["head"][0]
+
+
 def test_a_port_in_use(model: ModelDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -221,7 +308,14 @@ def test_the_configuration_file_of_serve_is_read(
 
 
 @pytest.mark.parametrize(
-    "argv", [("--no-such-flag",), ("--config", "/no/such/file.yaml"), ("--port",)]
+    "argv",
+    [
+        ("--no-such-flag",),
+        ("--config", "/no/such/file.yaml"),
+        ("--port",),
+        ("--deep",),
+        ("--listen", "--nnodes", "2", "--node-rank", "1", "--headless"),
+    ],
 )
 def test_wrong_usage_is_exit_code_2(
     capfd: pytest.CaptureFixture[str], argv: tuple[str, ...]

@@ -30,7 +30,9 @@ from services.doctor.node_checks import (
     check_versions,
 )
 from services.doctor.report import Report, finding_lines, render
+from services.doctor.weights_check import check_weights_equal
 from services.errors import StagemeshError
+from services.models.content_hash import FileHash, HashProgress
 from services.software import Version
 from services.topology.compatibility import MeshRequest, broken_rules
 from services.topology.facts import MeshShape
@@ -144,6 +146,12 @@ def join() -> list[Finding]:
     return list(check_join(answer, TWO_NODES, node(), ours, "npu"))
 
 
+def weights() -> list[Finding]:
+    ours = HashProgress(10, 10, (FileHash("model.safetensors", "5af571cbf074" + "0" * 52),), "")
+    file = control_pb2.FileHash(name="model.safetensors", sha256="b7e28f1a66c3" + "0" * 52)
+    return list(check_weights_equal(ours, control_pb2.ContentHash(files=[file]), "head-host"))
+
+
 def clock() -> list[Finding]:
     return list(check_clock(LinkFacts(0.0004, 1e9, -37.2, 0.0002), "head-host"))
 
@@ -203,6 +211,7 @@ def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
         ),
         Check.HEAD: head(),
         Check.JOIN: join(),
+        Check.WEIGHTS: weights(),
         Check.CLOCK: clock(),
         Check.NETWORK: network(),
         Check.MESH: mesh(),
