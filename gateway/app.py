@@ -34,7 +34,7 @@ from services.control.service import ControlService
 from services.errors import ConfigError, StagemeshError, UsageError, failure_of
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
-from services.mesh_plan import MeshPlan, make_plan
+from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address, join_host_port
 from services.rpc.server import RpcServer
@@ -100,7 +100,10 @@ def _prepare(config: ServeConfig, *, own_devices: bool) -> tuple[MeshPlan, Model
     if warning is not None:
         log.warning("%s", warning)
     model_path = resolve_model(config.model)
-    plan = make_plan(config, model_path, socket.gethostname(), own_devices=own_devices)
+    node = socket.gethostname()
+    plan = make_plan(config, model_path, node, own_devices=own_devices)
+    if own_devices:
+        check_memory(plan, config.node_rank, node)
     return plan, load_assets(config, model_path)
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from gateway.engine.engine import MeshEngine
 from gateway.engine.router import ReplicaRouter
 from gateway.engine.types import ChoiceDelta, EngineStats, GenerationRequest
+from gateway.fit import check_reported_memory
 from gateway.mesh_view import MeshView, mesh_view
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import MeshPipeline
@@ -141,7 +142,11 @@ class Mesh:
             for dp_rank in range(self._plan.shape.dp_size)
         ]
         async with asyncio.TaskGroup() as tasks:
-            loads = [tasks.create_task(r.bring_up(self._epoch)) for r in self._replicas]
+            for replica in self._replicas:
+                tasks.create_task(replica.form_groups(self._epoch))
+        check_reported_memory(self._plan, members)
+        async with asyncio.TaskGroup() as tasks:
+            loads = [tasks.create_task(r.load(self._epoch)) for r in self._replicas]
         self._report_loaded([load.result() for load in loads])
 
     def _report_loaded(self, loaded: list[LoadedMesh]) -> None:

@@ -48,10 +48,14 @@ class Replica:
         self.pipeline: MeshPipeline | None = None
         self.engine: MeshEngine | None = None
 
-    async def bring_up(self, epoch: int) -> LoadedMesh:
-        """Groups, weights, KV cache. Raises `StageFailed` or `ConfigError`."""
+    async def form_groups(self, epoch: int) -> None:
+        """Forms the groups of all ranks and hears what they have. Raises `StageFailed`."""
         self._on_doing("stages are forming their groups")
         await form_groups(self._stages, self._plan.shape, epoch)
+        await self._hear_status()
+
+    async def load(self, epoch: int) -> LoadedMesh:
+        """Weights and KV cache. Raises `StageFailed` or `ConfigError`."""
         self._on_doing("stages are loading weights")
         needed = self._plan.blocks_per_sequence
         loaded = await load(
@@ -63,10 +67,13 @@ class Replica:
         )
         self.pipeline = MeshPipeline(self._stages, epoch, self._on_clock)
         self.engine = self._make_engine(self.pipeline, loaded.num_blocks)
-        for member, stage in zip(self._members, self._stages, strict=True):
-            # The last heartbeat may be from before the load.
-            member.status.CopyFrom(await stage.client.status())
+        await self._hear_status()
         return loaded
+
+    async def _hear_status(self) -> None:
+        """The last heartbeat may be older than what was just done."""
+        for member, stage in zip(self._members, self._stages, strict=True):
+            member.status.CopyFrom(await stage.client.status())
 
     async def run(self) -> None:
         """Drives the replica until it fails, which raises; cancel it to stop."""

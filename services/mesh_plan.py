@@ -12,6 +12,7 @@ from pathlib import Path
 from services.config import ServeConfig
 from services.errors import ModelError
 from services.launch.devices import resolve_device
+from services.launch.memory import host_memory
 from services.topology.checkpoint import check_weights, inspect_checkpoint
 from services.topology.compatibility import broken_rules, check_compatibility, request_of
 from services.topology.facts import MeshShape, ModelFacts
@@ -21,6 +22,8 @@ from services.topology.families import (
     resolve_max_model_len,
 )
 from services.topology.fingerprint import build_fingerprint
+from services.topology.fit import check_fit, check_kv_cache, host_pool
+from services.topology.layouts import Demand
 from services.topology.partition import check_stage_count, resolve_partition
 from services.topology.placement import (
     NodeDevices,
@@ -54,6 +57,20 @@ class MeshPlan:
     def placements_of(self, node_rank: int) -> tuple[StagePlacement, ...]:
         """The stage workers of one node."""
         return tuple(p for p in self.placements if p.node_rank == node_rank)
+
+    @property
+    def demand(self) -> Demand:
+        """What every stage's memory is measured against."""
+        plan = self.stage_plan
+        return Demand(
+            dtype=self.dtype,
+            block_size=plan.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            available_bytes=None,
+            kv_cache_bytes=plan.kv_cache_memory_bytes or None,
+        )
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -123,6 +140,27 @@ def make_plan(
             fingerprint=fingerprint,
         ),
     )
+
+
+def check_memory(plan: MeshPlan, node_rank: int, node: str) -> None:
+    """Raises `ConfigError` where this node's stages will not fit its memory, or a KV cache of the
+    size that was given is too small for one sequence.
+
+    On a CPU the free memory is known before any process is started. What accelerators have
+    free their ranks tell, before they load (`gateway.fit`).
+    """
+    check_kv_cache(plan.facts, plan.shape, plan.demand)
+    own = plan.placements_of(node_rank)
+    memory = host_memory()
+    if plan.device != "cpu" or memory is None or not own:
+        return
+    pool = host_pool(f"node {node_rank} ({node})", memory.available_bytes, own)
+    others = {place.node_rank for place in plan.placements} - {node_rank}
+    alike = [
+        host_pool(f"node {rank}", memory.available_bytes, plan.placements_of(rank))
+        for rank in others
+    ]
+    check_fit(plan.facts, plan.shape, plan.demand, [pool], if_alike=alike)
 
 
 def _served_facts(config: ServeConfig, model_path: Path) -> ModelFacts:

@@ -145,10 +145,12 @@ class RankLoop:
 
     def send_hello(self) -> None:
         """The first event: the process runs and has its device."""
+        free_bytes, total_bytes = self._platform.memory()
         hello = rank_pb2.RankHello(
             pid=os.getpid(),
             device=f"{self._platform.name}:{self._arguments.device_index}",
             fingerprint=environment_fingerprint(),
+            memory=stage_worker_pb2.DeviceMemory(free_bytes=free_bytes, total_bytes=total_bytes),
         )
         self._emit(rank_pb2.RankEvent(hello=hello))
 

@@ -102,6 +102,7 @@ class RankProcess:
             device=hello.device if hello else self._arguments.device,
             pid=self._process.pid if self._process else 0,
             state=self.state,
+            memory_at_start=hello.memory if hello and hello.HasField("memory") else None,
         )
 
     def _is_up(self) -> bool:

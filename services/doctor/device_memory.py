@@ -12,8 +12,8 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
-from services.doctor.memory_check import DeviceMemory
 from services.launch.devices import KINDS
+from services.topology.fit import DeviceMemory
 
 COMMAND_TIMEOUT_SECONDS = 10.0
 _MIB = 1 << 20

@@ -34,7 +34,6 @@ from services.models.content_hash import ContentHash
 from services.rpc.addresses import check_master_address
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import stated_fingerprint
-from services.topology.layouts import Demand
 from services.topology.partition import PARTITION_FLAG
 from stagemesh.v1 import topology_pb2
 
@@ -163,14 +162,6 @@ def _memory(
             memory = SharedByRanks(node.available_memory_bytes)
     elif (each := device_memory(devices.kind, devices.num_devices)) is not None:
         memory = OneDevicePerRank(each, config.gpu_memory_utilization)
-    demand = Demand(
-        dtype=plan.dtype,
-        block_size=config.block_size,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        available_bytes=None,
-        kv_cache_bytes=config.kv_cache_memory_bytes,
-    )
-    placements = plan.placements_of(config.node_rank)
-    return check_memory(plan.facts, plan.shape, demand, placements, memory)
+    own = plan.placements_of(config.node_rank)
+    others = [place for place in plan.placements if place.node_rank != config.node_rank]
+    return check_memory(plan.facts, plan.shape, plan.demand, own, memory, others)

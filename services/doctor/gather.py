@@ -12,41 +12,24 @@ from pathlib import Path
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, PortFacts
-from services.files import read_text
+from services.launch.memory import host_memory
 from services.models.cache import models_directory
 from services.software import installed_versions
 
 
 def gather_node(root: Path = Path("/")) -> NodeFacts:
     """Everything about this node that needs no configuration. `root` is for tests."""
-    total, available = memory_bytes(root)
+    memory = host_memory(root)
     return NodeFacts(
         host=socket.gethostname(),
         cores=os.cpu_count() or 1,
-        memory_bytes=total,
-        available_memory_bytes=available,
+        memory_bytes=memory.total_bytes if memory else None,
+        available_memory_bytes=memory.available_bytes if memory else None,
         shared_memory_bytes=_size_of(root / "dev/shm"),
         limits=limits(),
         disks=disks(root),
         versions=tuple(installed_versions(root)),
     )
-
-
-def memory_bytes(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """(total, available) from /proc/meminfo, within the control group's limit where one is set."""
-    lines = read_text(root / "proc/meminfo").splitlines()
-    kilobytes = {
-        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
-    }
-    if "MemTotal" not in kilobytes:
-        return None, None
-    total = kilobytes["MemTotal"] * 1024
-    available = kilobytes.get("MemAvailable", kilobytes.get("MemFree", 0)) * 1024
-    group = root / "sys/fs/cgroup"
-    most, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if most is not None and used is not None:
-        total, available = min(total, most), min(available, max(0, most - used))
-    return total, available
 
 
 def limits() -> LimitFacts:
@@ -114,9 +97,3 @@ def _existing(path: Path) -> Path:
 
 def _size_of(directory: Path) -> int | None:
     return shutil.disk_usage(directory).total if directory.is_dir() else None
-
-
-def _number(path: Path) -> int | None:
-    """What stands in the file, where that is a number (a limit may be "max")."""
-    text = read_text(path).strip()
-    return int(text) if text.isdecimal() else None

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.doctor.findings import Check, Finding, failed, ok, warning
 from services.topology.facts import MeshShape, ModelFacts
-from services.topology.layouts import Demand, fitting_partition, predict
-from services.topology.memory import StageMemory
-from services.topology.partition import format_partition
+from services.topology.fit import (
+    DeviceMemory,
+    MemoryPool,
+    device_pool,
+    host_pool,
+    shortages,
+)
+from services.topology.layouts import Demand, predict
 from services.topology.placement import StagePlacement
 from services.units import human_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Memory of one device."""
-
-    total_bytes: int
-    free_bytes: int
-
-    def available_bytes(self, utilization: float) -> int:
-        """What a rank may take: the free part, less what `--gpu-memory-utilization` keeps free."""
-        return max(0, self.free_bytes - int(self.total_bytes * (1.0 - utilization)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +40,10 @@ def check_memory(
     demand: Demand,
     placements: Sequence[StagePlacement],
     memory: OneDevicePerRank | SharedByRanks | None,
+    others: Sequence[StagePlacement] = (),
 ) -> Iterator[Finding]:
-    """`placements` are this node's; `memory` is None where nobody can tell it."""
+    """`placements` are this node's and `others` those of the other nodes, whose memory is taken
+    as equal where it counts for a partition; `memory` is None where nobody can tell it."""
     stages = predict(facts, shape, demand)
     needed = "; ".join(
         f"stage {place.pp_rank} {human_bytes(demand.required_bytes(stages[place.pp_rank]))}"
@@ -62,13 +57,29 @@ def check_memory(
             "--device-memory-bytes",
         )
         return
-    if isinstance(memory, SharedByRanks):
-        complaints = list(_shared(facts, shape, demand, stages, placements, memory.free_bytes))
-    else:
-        complaints = list(_own_devices(facts, shape, demand, stages, placements, memory))
-    yield from complaints
-    if not complaints:
+    by_node: dict[int, list[StagePlacement]] = {}
+    for place in others:
+        by_node.setdefault(place.node_rank, []).append(place)
+    alike = [pool for node in by_node.values() for pool in _pools(node, memory)]
+    pools = _pools(placements, memory)
+    short = list(shortages(facts, shape, demand, pools, if_alike=alike))
+    for shortage in short:
+        yield failed(Check.MEMORY, shortage.what, shortage.remedy)
+    if not short:
         yield ok(Check.MEMORY, f"each rank needs at least: {needed}; {_free_words(memory)}")
+
+
+def _pools(
+    placements: Sequence[StagePlacement], memory: OneDevicePerRank | SharedByRanks
+) -> list[MemoryPool]:
+    if isinstance(memory, SharedByRanks):
+        return [host_pool("this node", memory.free_bytes, placements)]
+    return [
+        device_pool(f"device {index}", memory.devices[index], memory.utilization, place.pp_rank)
+        for place in placements
+        for index in place.device_indices
+        if index < len(memory.devices)
+    ]
 
 
 def _free_words(memory: OneDevicePerRank | SharedByRanks) -> str:
@@ -76,75 +87,6 @@ def _free_words(memory: OneDevicePerRank | SharedByRanks) -> str:
         return f"{human_bytes(memory.free_bytes)} are free on this node"
     least = min(memory.devices, key=lambda device: device.free_bytes)
     return f"at least {human_bytes(least.free_bytes)} are free on each device"
-
-
-def _shared(
-    facts: ModelFacts,
-    shape: MeshShape,
-    demand: Demand,
-    stages: Sequence[StageMemory],
-    placements: Sequence[StagePlacement],
-    free_bytes: int,
-) -> Iterator[Finding]:
-    num_ranks = sum(len(place.tp_ranks) for place in placements)
-    total = sum(
-        demand.required_bytes(stages[place.pp_rank]) * len(place.tp_ranks) for place in placements
-    )
-    if num_ranks == 0 or total <= free_bytes:
-        return
-    largest = max((stages[place.pp_rank] for place in placements), key=demand.required_bytes)
-    yield failed(
-        Check.MEMORY,
-        f"{_needs(largest, demand)}; the {num_ranks} ranks of this node need {human_bytes(total)} "
-        f"together, and {human_bytes(free_bytes)} are free",
-        _remedy(facts, shape, demand, free_bytes // num_ranks),
-    )
-
-
-def _own_devices(
-    facts: ModelFacts,
-    shape: MeshShape,
-    demand: Demand,
-    stages: Sequence[StageMemory],
-    placements: Sequence[StagePlacement],
-    memory: OneDevicePerRank,
-) -> Iterator[Finding]:
-    usable = [device.available_bytes(memory.utilization) for device in memory.devices]
-    for place in placements:
-        stage = stages[place.pp_rank]
-        for tp_rank, index in zip(place.tp_ranks, place.device_indices, strict=True):
-            if index >= len(usable) or demand.required_bytes(stage) <= usable[index]:
-                continue
-            yield failed(
-                Check.MEMORY,
-                f"{_needs(stage, demand)}; device {index} (TP rank {tp_rank}) has "
-                f"{human_bytes(memory.devices[index].free_bytes)} free, of which "
-                f"--gpu-memory-utilization {memory.utilization:g} leaves "
-                f"{human_bytes(usable[index])}",
-                _remedy(facts, shape, demand, min(usable)),
-            )
-            break  # One rank says it for its TP group.
-
-
-def _needs(stage: StageMemory, demand: Demand) -> str:
-    kv_bytes = demand.required_bytes(stage) - stage.fixed_bytes
-    return (
-        f"stage {stage.pp_rank} (layers {stage.layer_start} to {stage.layer_end - 1}) needs "
-        f"{human_bytes(demand.required_bytes(stage))} on each rank: weights "
-        f"{human_bytes(stage.weight_bytes)}, activations {human_bytes(stage.activation_bytes)}, "
-        f"KV cache {human_bytes(kv_bytes)}"
-    )
-
-
-def _remedy(facts: ModelFacts, shape: MeshShape, demand: Demand, available: int) -> str:
-    limited = replace(demand, available_bytes=available)
-    found = fitting_partition(facts, shape.tp_size, shape.pp_size, limited)
-    if found is not None and found.partition != shape.pp_layer_partition:
-        return f"--pp-layer-partition {format_partition(found.partition)} would fit"
-    return (
-        f"no partition of TP {shape.tp_size} x PP {shape.pp_size} fits: use more stages or ranks, "
-        "a shorter --max-model-len, or end what else uses the memory"
-    )
 
 
 def _one_for_each_stage(placements: Sequence[StagePlacement]) -> list[StagePlacement]:

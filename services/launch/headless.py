@@ -13,7 +13,7 @@ from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.errors import ConfigError, StageFailed, UsageError
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
-from services.mesh_plan import MeshPlan, make_plan
+from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address, own_address_towards
 from services.telemetry.logging import setup_logging
@@ -34,7 +34,9 @@ def run(config: ServeConfig) -> int:
     if warning is not None:
         log.warning("%s", warning)
     try:
-        plan = make_plan(config, resolve_model(config.model), socket.gethostname())
+        node = socket.gethostname()
+        plan = make_plan(config, resolve_model(config.model), node)
+        check_memory(plan, config.node_rank, node)
     except ConfigError as error:
         # As at the head: what is wrong here stays wrong, and the exit code says so.
         raise UsageError(error.message, param=error.param) from error

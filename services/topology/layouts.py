@@ -167,10 +167,12 @@ def memory_partition(
 ) -> tuple[int, ...]:
     """The cut that is most even by what a rank has to hold: weights, the KV cache of one
     sequence of the greatest length, and the last stage's logits."""
-    return _balanced(_memory_costs(facts, tp_size, pp_size, demand), pp_size)
+    return _balanced(memory_costs(facts, tp_size, pp_size, demand), pp_size)
 
 
-def _memory_costs(facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand) -> list[int]:
+def memory_costs(facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand) -> list[int]:
+    """By layer, what a rank that has it holds: weights and the KV cache of one sequence of the
+    greatest length (none where its size is fixed); the first and last also their stage's ends."""
     kv_bytes = 0
     if demand.kv_cache_bytes is None:
         elements = kv_elements_per_token(facts, tp_size) * DTYPE_BYTES[demand.dtype]
@@ -186,7 +188,7 @@ def _may_fit(facts: ModelFacts, tp_size: int, pp_size: int, demand: Demand) -> b
     """False where no cut can fit: a bound that is cheap, so that the search passes quickly
     over everything that is far too large."""
     limit = (demand.available_bytes or 0) - (demand.kv_cache_bytes or 0)
-    costs = _memory_costs(facts, tp_size, pp_size, demand)
+    costs = memory_costs(facts, tp_size, pp_size, demand)
     return max(costs) <= limit and _stages_under(costs, limit) <= pp_size
 
 

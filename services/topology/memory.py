@@ -8,10 +8,8 @@ and the head (last), so the KV capacity of a mesh is that of its weakest stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.errors import ConfigError
 from services.topology.facts import DTYPE_BYTES, MeshShape, ModelFacts
 from services.topology.weights import (
     embedding_weight,
@@ -29,7 +27,6 @@ _LOGIT_COPIES = 3
 _RESIDUAL_COPIES = 2
 # One receive that is posted ahead and one send that is still pending.
 _BOUNDARY_BUFFERS = 2
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,32 +144,6 @@ def predict_mesh(
     )
 
 
-def require_fit(
-    stages: Sequence[StageMemory],
-    available_bytes: Sequence[int],
-    *,
-    block_size: int,
-    max_model_len: int,
-) -> int:
-    """The KV blocks that every stage can hold: the least over all stages.
-
-    `available_bytes` is each stage's memory for one rank. Raises `ConfigError`
-    with the numbers of the first stage that cannot hold its weights and
-    activations, or not one sequence of `max_model_len` tokens (such a sequence
-    could be admitted and never end).
-    """
-    needed_blocks = -(-max_model_len // block_size)
-    fewest: int | None = None
-    for stage, available in zip(stages, available_bytes, strict=True):
-        blocks = stage.usable_blocks(available)
-        if blocks < needed_blocks:
-            raise ConfigError(_does_not_fit(stage, available, needed_blocks, max_model_len))
-        fewest = blocks if fewest is None else min(fewest, blocks)
-    if fewest is None:
-        raise ConfigError("a mesh has at least one stage")
-    return fewest
-
-
 def _activation_bytes(
     facts: ModelFacts,
     shape: MeshShape,
@@ -219,21 +190,3 @@ def _mlp_elements(facts: ModelFacts, tp_size: int, is_moe: bool) -> int:
     moe = facts.moe
     routed = moe.num_experts_per_token * (2 * hidden + 3 * moe.expert_intermediate_size // tp_size)
     return 2 * hidden + moe.num_experts + routed + 3 * moe.shared_intermediate_size // tp_size
-
-
-def _does_not_fit(
-    stage: StageMemory, available_bytes: int, needed_blocks: int, max_model_len: int
-) -> str:
-    kv_bytes = needed_blocks * stage.kv_block_bytes
-    return (
-        f"stage {stage.pp_rank} (layers {stage.layer_start} to {stage.layer_end}) does not fit: "
-        f"weights {_mib(stage.weight_bytes)}, activations {_mib(stage.activation_bytes)} and "
-        f"the KV cache of one sequence of {max_model_len} tokens {_mib(kv_bytes)} need "
-        f"{_mib(stage.fixed_bytes + kv_bytes)} on each rank, and {_mib(available_bytes)} are "
-        "available; use more stages or ranks, a smaller --max-model-len or "
-        "--max-num-batched-tokens, or fewer layers on this stage"
-    )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.1f} MiB"

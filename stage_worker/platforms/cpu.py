@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from services.launch.memory import host_memory
 from stage_worker.kernels.build import KernelsUnavailable
 from stage_worker.kernels.native import NativeOperators
 from stage_worker.layers.linear import packing_works
@@ -75,12 +75,9 @@ class CpuPlatform:
 
 
 def _available_and_total_bytes() -> tuple[int, int]:
-    """From /proc/meminfo on Linux; elsewhere from sysconf, free taken as half."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return total // 2, total
-    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines if ":" in line}
-    total = kilobytes["MemTotal"] * 1024
-    return kilobytes.get("MemAvailable", kilobytes["MemFree"]) * 1024, total
+    """Within this process's control group; where the system does not tell, free is half."""
+    memory = host_memory()
+    if memory is not None:
+        return memory.available_bytes, memory.total_bytes
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total // 2, total

@@ -27,14 +27,16 @@ class RankStop(_message.Message):
     def __init__(self) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("pid", "device", "fingerprint")
+    __slots__ = ("pid", "device", "fingerprint", "memory")
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     pid: int
     device: str
     fingerprint: _topology_pb2.Fingerprint
-    def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    memory: _stage_worker_pb2.DeviceMemory
+    def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., memory: _Optional[_Union[_stage_worker_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class RankAlive(_message.Message):
     __slots__ = ("last_step_id",)

@@ -142,17 +142,27 @@ class ExecuteResponse(_message.Message):
     error: _step_pb2.StageError
     def __init__(self, result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ...) -> None: ...
 
+class DeviceMemory(_message.Message):
+    __slots__ = ("free_bytes", "total_bytes")
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    free_bytes: int
+    total_bytes: int
+    def __init__(self, free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
 class RankStatus(_message.Message):
-    __slots__ = ("tp_rank", "device", "pid", "state")
+    __slots__ = ("tp_rank", "device", "pid", "state", "memory_at_start")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_AT_START_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     device: str
     pid: int
     state: ComponentState
-    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ...) -> None: ...
+    memory_at_start: DeviceMemory
+    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -113,9 +113,11 @@ def test_an_address_that_is_not_here_may_come_later(healthy: Path) -> None:
 
 
 def test_a_cache_too_small_for_one_sequence(healthy: Path) -> None:
-    """Known only after the weights are loaded: the numbers and the way out are named."""
+    """Known from config.json alone: the numbers and the way out are named."""
     done = serve(str(healthy), "--kv-cache-memory-bytes", "4096", "--max-model-len", "512")
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert "one sequence of max_model_len 512 takes 32" in last
-    assert "--kv-cache-memory-bytes" in last
+    assert_refused(
+        done,
+        "--kv-cache-memory-bytes 4096 gives stage",
+        "one sequence of 512 tokens takes 32",
+        "raise it to at least",
+    )

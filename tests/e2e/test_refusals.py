@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from services.launch.memory import host_memory
+from services.topology.weights import model_weights
+from tests.tiny_models import make_tiny_llama
 from tests.unit.topology.model_directory import ModelDirectory
 from tests.unit.topology.published_configs import DEEPSEEK_V3, write_config
 
@@ -131,6 +135,68 @@ def test_experts_over_roce_are_refused_by_plan_and_said_by_serve(tmp_path: Path)
     served = refused("serve", config.parent, *flags)
     assert "can be planned (stagemesh plan) but is not served yet" in served
     assert served.endswith(f"Besides, {planned}")
+
+
+def test_a_stage_that_does_not_fit_is_refused_with_the_numbers(model: Path) -> None:
+    message = refused("serve", model, "-pp", 3, "--cpu-devices", 3, "--kv-cache-memory-bytes", "9T")
+    assert message.startswith("stage 2 (layers 2 to 2) does not fit: each of its ranks needs 9.0 T")
+    assert "KV cache 9.0 TiB for --kv-cache-memory-bytes), and node 0 (" in message
+    assert "free for its 3 ranks, which need 27.0 TiB together" in message
+    (most,) = re.findall(r"use --kv-cache-memory-bytes of at most (\d+)", message)
+    memory = host_memory()
+    assert memory is not None and 0 < int(most) < memory.total_bytes // 3
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    """A checkpoint of 2 TB that takes no disk: only its headers are read."""
+    directory = ModelDirectory(tmp_path / "large")
+    directory.write_config(
+        hidden_size=65536, intermediate_size=262144, num_hidden_layers=9, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128, vocab_size=1000,
+    )  # fmt: skip
+    header: dict[str, object] = {}
+    end = 0
+    for spec in model_weights(directory.facts()):
+        begin, end = end, end + spec.num_bytes("float32")
+        header[spec.name] = {"dtype": "F32", "shape": spec.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    file = directory.path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + end)
+    flags = ("-pp", 2, "--nnodes", 2, "--pp-layer-partition", "4,5", "--dtype", "bfloat16")
+    message = refused("serve", directory.path, *flags, *SECOND_NODE[2:], "--cpu-devices", 1)
+    assert message.startswith("stage 1 (layers 4 to 8) does not fit: each of its ranks needs ")
+    assert re.search(r"weights \d+ GiB, of them the LM head 125 MiB, activations", message)
+    assert "no partition of TP 1 x PP 2 fits there; use more nodes (--nnodes)" in message
+
+
+def test_what_ranks_report_is_looked_at_before_they_load(tmp_path: Path) -> None:
+    """Workers that others start: the head knows their memory once they have joined."""
+    model = make_tiny_llama(tmp_path / "model", tied=True)
+    command = (sys.executable, "-m", "services.cli")
+    flags = ("--device", "cpu", "--kv-cache-memory-bytes", "9T", "--master-port", "0")
+    gateway = subprocess.Popen(
+        [*command, "gateway", str(model), *flags, "--port", "0", "--grpc-port", "0"],
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    assert gateway.stderr is not None
+    with gateway, gateway.stderr as log:
+        joins = (re.search(r"workers join at \S+:(\d+)", line) for line in log)
+        port = next(found[1] for found in joins if found is not None)
+        worker = subprocess.Popen(
+            [*command, "stage-worker", "--device", "cpu", "--master-port", port],
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
+        lines = log.read().splitlines()
+        worker.terminate()
+        worker.wait(30)
+        assert gateway.wait(30) == 1
+    assert lines[-1].startswith("stagemesh: error: stage 0 (layers 0 to 4) does not fit: each of")
+    assert "KV cache 9.0 TiB for --kv-cache-memory-bytes), and node 0 (" in lines[-1]
+    assert not any("loaded" in line for line in lines)
 
 
 def test_options_that_nobody_knows_are_named(model: Path) -> None:

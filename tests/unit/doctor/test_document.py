@@ -13,7 +13,7 @@ from services.config import ServeConfig
 from services.doctor.facts import LimitFacts, PortFacts
 from services.doctor.findings import Check, Finding, Outcome, ok, refused, warning
 from services.doctor.head import HeadFacts, LinkFacts, Obstacle, PeerFacts, Unanswered
-from services.doctor.memory_check import DeviceMemory, OneDevicePerRank, check_memory
+from services.doctor.memory_check import OneDevicePerRank, check_memory
 from services.doctor.mesh_checks import (
     check_clock,
     check_join,
@@ -38,6 +38,7 @@ from services.topology.compatibility import MeshRequest, broken_rules
 from services.topology.facts import MeshShape
 from services.topology.families import resolve_max_model_len
 from services.topology.fingerprint import stated_fingerprint
+from services.topology.fit import DeviceMemory
 from services.topology.layouts import Demand
 from services.topology.partition import resolve_partition
 from services.topology.placement import NodeDevices, check_devices, place
@@ -106,8 +107,9 @@ def memory(tmp_path: Path) -> list[Finding]:
     demand = Demand("bfloat16", 16, 32768, 64, 512, None, None)
     placements = place(shape, [NodeDevices(rank, "n", "npu", 8) for rank in range(4)])
     last = [place for place in placements if place.node_rank == 3]
-    device = DeviceMemory(32 * GIB, 30 * GIB)
-    return list(check_memory(facts, shape, demand, last, OneDevicePerRank((device,) * 8, 0.9)))
+    others = [place for place in placements if place.node_rank != 3]
+    memory = OneDevicePerRank((DeviceMemory(32 * GIB, 30 * GIB),) * 8, 0.9)
+    return list(check_memory(facts, shape, demand, last, memory, others))
 
 
 def versions() -> list[Finding]:

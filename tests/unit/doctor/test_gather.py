@@ -11,9 +11,9 @@ import pytest
 
 from services.config import ServeConfig
 from services.doctor.device_memory import device_memory
-from services.doctor.gather import bind_error, gather_node, gather_ports, memory_bytes
-from services.doctor.memory_check import DeviceMemory
+from services.doctor.gather import bind_error, gather_node, gather_ports
 from services.software import Version, installed_versions
+from services.topology.fit import DeviceMemory
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree: 1000 kB\nMemAvailable:   9000000 kB\n"
 MIB = 1 << 20
@@ -33,17 +33,6 @@ def test_this_node() -> None:
     assert all(disk.free_bytes > 0 for disk in facts.disks)
     assert facts.available_memory_bytes is not None and facts.memory_bytes is not None
     assert 0 < facts.available_memory_bytes <= facts.memory_bytes
-
-
-def test_memory_is_that_of_the_container(tmp_path: Path) -> None:
-    assert memory_bytes(tmp_path) == (None, None)
-    write(tmp_path / "proc/meminfo", MEMINFO)
-    assert memory_bytes(tmp_path) == (16_000_000 * 1024, 9_000_000 * 1024)
-    write(tmp_path / "sys/fs/cgroup/memory.max", "max\n")
-    write(tmp_path / "sys/fs/cgroup/memory.current", "1000\n")
-    assert memory_bytes(tmp_path) == (16_000_000 * 1024, 9_000_000 * 1024)
-    write(tmp_path / "sys/fs/cgroup/memory.max", "5000\n")
-    assert memory_bytes(tmp_path) == (5000, 4000)
 
 
 def test_versions_of_the_vendors_are_read_from_files(

@@ -8,12 +8,12 @@ import pytest
 
 from services.doctor.findings import Outcome
 from services.doctor.memory_check import (
-    DeviceMemory,
     OneDevicePerRank,
     SharedByRanks,
     check_memory,
 )
 from services.topology.facts import MeshShape, ModelFacts
+from services.topology.fit import DeviceMemory
 from services.topology.layouts import Demand, predict
 from services.topology.placement import NodeDevices, place
 from tests.unit.topology.model_directory import ModelDirectory
@@ -47,8 +47,8 @@ def test_a_stage_that_does_not_fit_its_device(facts: ModelFacts) -> None:
     placements = place(LOPSIDED, [NodeDevices(0, "a", "npu", 2)])
     (finding,) = check_memory(facts, LOPSIDED, DEMAND, placements, memory)
     assert finding.outcome is Outcome.FAILED
-    assert finding.what.startswith("stage 1 (layers 1 to 9) needs ")
-    assert "device 1 (TP rank 0) has" in finding.what
+    assert finding.what.startswith("stage 1 (layers 1 to 9) does not fit")
+    assert "device 1 has" in finding.what
     assert finding.remedy == "--pp-layer-partition 5,5 would fit"
 
 
@@ -73,7 +73,7 @@ def test_a_node_whose_ranks_share_memory(facts: ModelFacts) -> None:
     (finding,) = check_memory(facts, LOPSIDED, DEMAND, placements, SharedByRanks(total // 3))
     assert finding.outcome is Outcome.FAILED
     assert finding.what.startswith("stage 1 ")
-    assert "the 2 ranks of this node need" in finding.what
+    assert "this node has" in finding.what and "its 2 ranks, which need" in finding.what
     assert "no partition of TP 1 x PP 2 fits" in finding.remedy
 
 
@@ -84,6 +84,16 @@ def test_only_this_nodes_stages_count(facts: ModelFacts) -> None:
     (finding,) = check_memory(facts, LOPSIDED, DEMAND, on_first, SharedByRanks(small))
     assert finding.outcome is Outcome.OK
     assert "stage 1" not in finding.what
+
+
+def test_the_other_nodes_count_for_the_partition(facts: ModelFacts) -> None:
+    nodes = [NodeDevices(0, "a", "cpu", 1), NodeDevices(1, "b", "cpu", 1)]
+    first, second = place(LOPSIDED, nodes)
+    memory = SharedByRanks(max(required(facts, MeshShape(1, 1, 2, (5, 5)))))
+    (finding,) = check_memory(facts, LOPSIDED, DEMAND, [second], memory, [first])
+    assert finding.remedy == (
+        "--pp-layer-partition 5,5 would fit if the other nodes have as much memory"
+    )
 
 
 def test_unknown_memory_is_said_to_be_unknown(facts: ModelFacts) -> None:

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.errors import ConfigError
 from services.topology.facts import MeshShape, ModelFacts
-from services.topology.memory import StageMemory, predict_mesh, require_fit
+from services.topology.memory import StageMemory, predict_mesh
 from services.topology.partition import even_partition
 from services.topology.weights import kv_heads_per_rank, model_weights, stage_weights
 from tests.unit.topology.test_families import SMOLLM2
@@ -99,30 +98,3 @@ def test_usable_blocks() -> None:
     assert stage.usable_blocks(stage.fixed_bytes + 3 * stage.kv_block_bytes - 1) == 2
     assert stage.usable_blocks(0) == 0
     assert stage.blocks_in(2 * stage.kv_block_bytes) == 2
-
-
-def test_the_weakest_stage_decides() -> None:
-    stages = predict(SMOLLM2, mesh(1, 2))
-    available = [
-        stages[0].fixed_bytes + 900 * stages[0].kv_block_bytes,
-        stages[1].fixed_bytes + 600 * stages[1].kv_block_bytes,
-    ]
-    assert require_fit(stages, available, block_size=16, max_model_len=8192) == 600
-
-
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    stages = predict(SMOLLM2, mesh(1, 2))
-    available = [1 << 30, stages[1].fixed_bytes + 511 * stages[1].kv_block_bytes]
-    with pytest.raises(ConfigError) as caught:
-        require_fit(stages, available, block_size=16, max_model_len=8192)
-    message = caught.value.message
-    mib = 1 << 20
-    assert message.startswith("stage 1 (layers 15 to 30) does not fit")
-    for number in (
-        stages[1].weight_bytes,
-        stages[1].activation_bytes,
-        512 * stages[1].kv_block_bytes,
-        available[1],
-    ):
-        assert f"{number / mib:.1f} MiB" in message
-    assert require_fit(stages, [1 << 30] * 2, block_size=16, max_model_len=8176) >= 511
