@@ -13,8 +13,9 @@ from services.control.diagnosis import progress_from_proto
 from services.doctor.device_memory import device_memory
 from services.doctor.facts import NodeFacts
 from services.doctor.findings import Check, Finding, refused
-from services.doctor.gather import gather_node, gather_ports
+from services.doctor.gather import gather_kv_ports, gather_node, gather_ports
 from services.doctor.head import HeadFacts, Unanswered, ask_head
+from services.doctor.kv_transfer_check import check_kv_transfer, handshaking
 from services.doctor.layout_checks import LayoutChecks, NodeDevices, settings_findings
 from services.doctor.memory_check import OneDevicePerRank, SharedByRanks, check_memory
 from services.doctor.mesh_checks import check_head, check_silence
@@ -67,6 +68,8 @@ def examine(request: DoctorRequest) -> Examination:
     findings += check_versions(node, config, devices.kind)
     own_mesh_runs = head is not None and config.node_rank == 0 and not head.answer.is_doctor
     findings += check_ports(gather_ports(config), own_mesh_runs=own_mesh_runs)
+    for transfer in handshaking(config):
+        findings += check_kv_transfer(config, transfer, gather_kv_ports(config, transfer))
     findings += check_limits(node.limits, device=devices.kind, config=config)
     findings += check_disk(node.disks)
     findings += check_shared_memory(node, device=devices.kind, num_ranks=devices.num_ranks)

@@ -32,6 +32,7 @@ class Check(str, Enum):
     MEMORY = "memory"
     VERSIONS = "versions"
     PORTS = "ports"
+    KV_TRANSFER = "kv transfer"
     LIMITS = "limits"
     DISK = "disk"
     SHARED_MEMORY = "shared memory"

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, PortFacts
+from services.doctor.kv_transfer_check import KV_PORT_FLAG, ports_of_node
 from services.launch.memory import host_memory
 from services.models.cache import models_directory
+from services.ranges import MAX_PORT
 from services.software import installed_versions
+from services.topology.kv_transfer import KvTransferConfig
 
 
 def gather_node(root: Path = Path("/")) -> NodeFacts:
@@ -61,6 +64,14 @@ def gather_ports(config: ServeConfig) -> tuple[PortFacts, ...]:
         port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
         wanted.append(("--master-port", config.master_addr, port))
     return tuple(PortFacts(*one, bind_error(one[1], one[2])) for one in wanted)
+
+
+def gather_kv_ports(config: ServeConfig, transfer: KvTransferConfig) -> tuple[PortFacts, ...]:
+    """Tries the ports on which this node's ranks would wait for the other side."""
+    ports = [port for port in ports_of_node(config, transfer) if port <= MAX_PORT]
+    return tuple(
+        PortFacts(KV_PORT_FLAG, config.host, port, bind_error(config.host, port)) for port in ports
+    )
 
 
 def bind_error(host: str, port: int) -> int | None:

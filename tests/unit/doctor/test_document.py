@@ -13,6 +13,7 @@ from services.config import ServeConfig
 from services.doctor.facts import LimitFacts, PortFacts
 from services.doctor.findings import Check, Finding, Outcome, ok, refused, warning
 from services.doctor.head import HeadFacts, LinkFacts, Obstacle, PeerFacts, Unanswered
+from services.doctor.kv_transfer_check import check_kv_transfer
 from services.doctor.memory_check import OneDevicePerRank, check_memory
 from services.doctor.mesh_checks import (
     check_clock,
@@ -39,6 +40,7 @@ from services.topology.facts import MeshShape
 from services.topology.families import resolve_max_model_len
 from services.topology.fingerprint import stated_fingerprint
 from services.topology.fit import DeviceMemory
+from services.topology.kv_transfer import KvTransferConfig, SideSizes
 from services.topology.layouts import Demand
 from services.topology.partition import resolve_partition
 from services.topology.placement import NodeDevices, check_devices, place
@@ -124,6 +126,18 @@ def ports() -> list[Finding]:
     return list(check_ports((taken, foreign), own_mesh_runs=False))
 
 
+def kv_transfer() -> list[Finding]:
+    asked = KvTransferConfig(
+        kv_connector="MooncakeConnectorV1",
+        kv_role="kv_consumer",
+        kv_port=65530,
+        prefill=SideSizes(tp_size=8, pp_size=2),
+        decode=SideSizes(tp_size=16),
+    )
+    config = ServeConfig(model="m", tensor_parallel_size=8, kv_transfer_config=asked)
+    return list(check_kv_transfer(config, asked, ()))
+
+
 def limits() -> list[Finding]:
     few = LimitFacts(1024, 1_048_576, 8 << 20)
     return list(check_limits(few, device="npu", config=TWO_NODES))
@@ -206,6 +220,7 @@ def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
         Check.MEMORY: memory(tmp_path),
         Check.VERSIONS: versions(),
         Check.PORTS: ports(),
+        Check.KV_TRANSFER: kv_transfer(),
         Check.LIMITS: limits(),
         Check.DISK: list(check_disk(node(disk_free_bytes=GIB // 4).disks)),
         Check.SHARED_MEMORY: list(
