@@ -10,6 +10,7 @@ import pytest
 
 from services.models import content_hash
 from services.models.content_hash import ContentHash, FileHash
+from services.topology.checkpoint import CheckpointFacts, inspect_checkpoint
 from tests.unit.topology.model_directory import ModelDirectory
 
 
@@ -47,11 +48,17 @@ def test_weights_that_cannot_be_read(model: ModelDirectory) -> None:
 
 def test_it_ends_within_a_chunk(model: ModelDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     model.write_single()
-    monkeypatch.setattr(content_hash, "CHUNK_BYTES", 1)
     weights = ContentHash(model.path)
+
+    def closed_meanwhile(path: Path) -> CheckpointFacts:
+        weights._stop.wait(10)
+        return inspect_checkpoint(path)
+
+    monkeypatch.setattr(content_hash, "inspect_checkpoint", closed_meanwhile)
     weights.start()
     weights.close()
     assert weights.progress.files == ()
+    assert weights.progress.hashed_bytes == 0
     assert not [t for t in threading.enumerate() if t.name == "content-hash"]
     ContentHash(model.path).close()  # one that was never started
 
