@@ -25,6 +25,7 @@ from gateway.engine.waiting_queue import SchedulingPolicy
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
 from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
+from gateway.observer import MeasuringObserver
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
@@ -40,6 +41,7 @@ from services.rpc.addresses import check_master_address, join_host_port
 from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
 from services.telemetry.metrics import Metrics
+from services.telemetry.step_trace import StepTrace
 from stagemesh.v1 import control_pb2_grpc
 from stagemesh.version import __version__
 
@@ -74,12 +76,13 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     allow_late_timers(TIMER_SLACK_SECONDS)
     try:
         plan, assets = _prepare(config, own_devices=launch_workers)
+        trace = None if config.step_trace is None else StepTrace(Path(config.step_trace))
     except ConfigError as error:
         # What is wrong here stays wrong: its exit code tells a supervisor not to start again.
         raise UsageError(error.message, param=error.param) from error
     failure: StagemeshError | None = None
     try:
-        uvloop.run(_serve_until_stopped(config, plan, assets, launch_workers=launch_workers))
+        uvloop.run(_serve_until_stopped(config, plan, assets, trace, launch_workers=launch_workers))
     except* Stopped:
         pass
     except* StagemeshError as errors:
@@ -124,20 +127,31 @@ class _StopRequest:
 
 
 async def _serve_until_stopped(
-    config: ServeConfig, plan: MeshPlan, assets: ModelAssets, *, launch_workers: bool
+    config: ServeConfig,
+    plan: MeshPlan,
+    assets: ModelAssets,
+    trace: StepTrace | None,
+    *,
+    launch_workers: bool,
 ) -> None:
     stop = _StopRequest()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, INTERRUPT_DRAIN_SECONDS)
     loop.add_signal_handler(signal.SIGTERM, stop.ask, TERMINATE_DRAIN_SECONDS)
-    gateway = Gateway(config, plan, assets)
-    await gateway.run(stop, launch_workers=launch_workers)
+    gateway = Gateway(config, plan, assets, trace)
+    try:
+        await gateway.run(stop, launch_workers=launch_workers)
+    finally:
+        if trace is not None:
+            trace.close()
 
 
 class Gateway:
     """Everything in the gateway process, and the order in which it comes and goes."""
 
-    def __init__(self, config: ServeConfig, plan: MeshPlan, assets: ModelAssets) -> None:
+    def __init__(
+        self, config: ServeConfig, plan: MeshPlan, assets: ModelAssets, trace: StepTrace | None
+    ) -> None:
         self._config = config
         self._plan = plan
         self._assets = assets
@@ -149,12 +163,12 @@ class Gateway:
             plan,
             self._control,
             self._make_engine,
-            self._metrics.observe_stage,
-            self._metrics.observe_routing,
+            MeasuringObserver(self._metrics, trace),
             config.join_timeout_seconds,
         )
         self._control.tell_of(self._mesh, Path(plan.stage_plan.model_path))
         self._metrics.watch_engine(self._mesh.stats)
+        self._metrics.stages.watch_memory(self._mesh.stage_memory)
         self._frontend = Frontend(
             self._mesh,
             assets,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 
 from gateway.engine.engine import MeshEngine
 from gateway.engine.router import ReplicaRouter
 from gateway.engine.types import ChoiceDelta, EngineStats, GenerationRequest
 from gateway.fit import check_reported_memory
 from gateway.mesh_view import MeshView, mesh_view
+from gateway.observer import MeshObserver
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.replica import Replica
@@ -24,7 +26,6 @@ from services.control.progress import StageProgress
 from services.control.service import ControlService
 from services.errors import PipelineUnavailable, StageFailed
 from services.mesh_plan import MeshPlan
-from stagemesh.v1 import step_pb2
 
 log = logging.getLogger("stagemesh.gateway")
 
@@ -41,17 +42,13 @@ class Mesh:
         plan: MeshPlan,
         control: ControlService,
         make_engine: Callable[[MeshPipeline, int], MeshEngine],
-        on_clock: Callable[[int, step_pb2.StageClock], None],
-        on_routed: Callable[[int], None],
+        observer: MeshObserver,
         join_timeout_seconds: float,
     ) -> None:
-        """`on_clock` hears (stage, clock) of every step, `on_routed` the replica of every
-        request."""
         self._plan = plan
         self._control = control
         self._make_engine = make_engine
-        self._on_clock = on_clock
-        self._on_routed = on_routed
+        self._observer = observer
         self._join_timeout_seconds = join_timeout_seconds
         self._replicas: list[Replica] = []
         self._router = ReplicaRouter(plan.shape.dp_size)
@@ -97,6 +94,15 @@ class Mesh:
             prefix_cache_hits=sum(s.prefix_cache_hits for s in stats),
         )
 
+    def stage_memory(self) -> Iterator[tuple[int, int, int]]:
+        """(replica, stage, most bytes that one of its ranks has held), as last heard."""
+        peaks: dict[tuple[int, int], int] = {}
+        for member in self._control.membership.members:
+            place = (member.placement.dp_rank, member.placement.pp_rank)
+            ranks = (rank.memory_peak_bytes for rank in member.status.ranks)
+            peaks[place] = max(peaks.get(place, 0), *ranks, 0)
+        return ((replica, stage, peak) for (replica, stage), peak in peaks.items() if peak)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `Engine.generate`. Raises `PipelineUnavailable` with what is missing."""
         if not self.ready_event.is_set():
@@ -105,7 +111,7 @@ class Mesh:
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
         chosen = self._router.take(request.prompt_token_ids, request.n)
-        self._on_routed(chosen)
+        self._observer.on_routed(chosen)
         try:
             async with contextlib.aclosing(self._engines[chosen].generate(request)) as deltas:
                 async for delta in deltas:
@@ -136,7 +142,8 @@ class Mesh:
                 self._plan,
                 [member for member in members if member.placement.dp_rank == dp_rank],
                 self._make_engine,
-                self._on_clock,
+                partial(self._observer.on_stage_step, dp_rank),
+                partial(self._observer.on_step, dp_rank),
                 self._is_doing,
             )
             for dp_rank in range(self._plan.shape.dp_size)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from gateway.engine.engine import MeshEngine
+from gateway.observer import StageObserver, StepObserver
 from gateway.pipeline.bring_up import LoadedMesh, Stage, form_groups, load
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.pipeline.stage_client import StageClient
@@ -14,7 +15,7 @@ from services.control.membership import Member
 from services.errors import StageFailed
 from services.mesh_plan import MeshPlan
 from services.rpc.channel import create_channel
-from stagemesh.v1 import stage_worker_pb2, step_pb2
+from stagemesh.v1 import stage_worker_pb2
 
 log = logging.getLogger("stagemesh.gateway")
 
@@ -29,14 +30,16 @@ class Replica:
         plan: MeshPlan,
         members: Sequence[Member],
         make_engine: Callable[[MeshPipeline, int], MeshEngine],
-        on_clock: Callable[[int, step_pb2.StageClock], None],
+        on_stage_step: StageObserver,
+        on_step: StepObserver,
         on_doing: Callable[[str], None],
     ) -> None:
         """`on_doing` hears in words what the replica waits for, for `/ready`."""
         self._plan = plan
         self._members = tuple(members)
         self._make_engine = make_engine
-        self._on_clock = on_clock
+        self._on_stage_step = on_stage_step
+        self._on_step = on_step
         self._on_doing = on_doing
         self._stages = [
             Stage(
@@ -65,7 +68,7 @@ class Replica:
             wanted_blocks=needed * self._plan.stage_plan.max_num_seqs,
             on_progress=self._report_progress,
         )
-        self.pipeline = MeshPipeline(self._stages, epoch, self._on_clock)
+        self.pipeline = MeshPipeline(self._stages, epoch, self._on_stage_step, self._on_step)
         self.engine = self._make_engine(self.pipeline, loaded.num_blocks)
         await self._hear_status()
         return loaded

@@ -69,6 +69,10 @@ class ServeConfig:
     """Makes the seeds that the gateway draws repeatable."""
     api_key: tuple[str, ...] = ()
     device: str = "auto"
+    sim_cost: str | None = None
+    """File with what steps cost on simulated devices."""
+    step_trace: str | None = None
+    """File that gets a line for each step of each stage."""
     enforce_eager: bool = False
     trust_remote_code: bool = False
     prefill_context_parallel_size: int = 1

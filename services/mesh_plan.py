@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import ServeConfig
-from services.errors import ModelError
-from services.launch.devices import resolve_device
+from services.errors import ConfigError, ModelError
+from services.launch.devices import SIMULATED, resolve_device
 from services.launch.memory import host_memory
-from services.topology.checkpoint import check_weights, inspect_checkpoint
+from services.topology.checkpoint import check_weights, inspect_checkpoint, without_weights
 from services.topology.compatibility import broken_rules, check_compatibility, request_of
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.families import (
@@ -33,6 +33,7 @@ from services.topology.placement import (
     ranks_per_node,
 )
 from services.topology.planfacts import read_planned_model
+from services.topology.simulated_cost import SIM_COST_FLAG, StageCost, read_stage_costs
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import stage_worker_pb2, topology_pb2
 
@@ -97,8 +98,12 @@ def make_plan(
         config.pipeline_parallel_size,
         config.pp_layer_partition,
     )
-    checkpoint = inspect_checkpoint(model_path)
-    check_weights(checkpoint, facts)
+    costs = _simulated_costs(config)
+    if config.device == SIMULATED:
+        checkpoint = without_weights(model_path)
+    else:
+        checkpoint = inspect_checkpoint(model_path)
+        check_weights(checkpoint, facts)
     shape = MeshShape(
         dp_size=config.data_parallel_size,
         tp_size=config.tensor_parallel_size,
@@ -138,6 +143,7 @@ def make_plan(
             enforce_eager=config.enforce_eager,
             trust_remote_code=config.trust_remote_code,
             fingerprint=fingerprint,
+            simulated_costs=[cost.to_proto() for cost in costs],
         ),
     )
 
@@ -161,6 +167,21 @@ def check_memory(plan: MeshPlan, node_rank: int, node: str) -> None:
         for rank in others
     ]
     check_fit(plan.facts, plan.shape, plan.demand, [pool], if_alike=alike)
+
+
+def _simulated_costs(config: ServeConfig) -> tuple[StageCost, ...]:
+    """By PP rank; empty where the devices are real."""
+    if config.device == SIMULATED:
+        if config.sim_cost is None:
+            return (StageCost(),) * config.pipeline_parallel_size
+        return read_stage_costs(Path(config.sim_cost), config.pipeline_parallel_size)
+    if config.sim_cost is not None:
+        raise ConfigError(
+            f"{SIM_COST_FLAG} is for simulated devices, and --device is {config.device}; "
+            "give --device sim, or leave the cost out",
+            param=SIM_COST_FLAG,
+        )
+    return ()
 
 
 def _served_facts(config: ServeConfig, model_path: Path) -> ModelFacts:

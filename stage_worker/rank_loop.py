@@ -12,7 +12,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from services.errors import StageFailed, StagemeshError
-from services.topology.checkpoint import inspect_checkpoint
+from services.topology.checkpoint import inspect_checkpoint, without_weights
 from services.topology.fingerprint import (
     build_fingerprint,
     environment_fingerprint,
@@ -29,12 +28,13 @@ from services.topology.fingerprint import (
 )
 from services.topology.wire import shape_from_proto
 from stage_worker import ipc
+from stage_worker.clock import Phase, StageTimer
 from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.platforms import select_platform
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.references import ReturnedTokens
-from stage_worker.runner import StageRunner
+from stage_worker.runner import PreparedStep, StageRunner
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 
 log = logging.getLogger("stagemesh.rank")
@@ -54,6 +54,15 @@ class QueuedStep:
     receive: PendingReceive
     tokens: PendingReceive
     """What the step samples, where this rank may need it and another samples it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A step that is next."""
+
+    queued: QueuedStep
+    prepared: PreparedStep | None
+    """None where that is left to its turn."""
 
 
 class RankLoop:
@@ -83,7 +92,8 @@ class RankLoop:
         self._epoch = 0
         self._last_step_id = 0
         self._failed = False
-        self._step_done_ns = time.monotonic_ns()
+        self._timer = StageTimer()
+        self._next: _Ahead | rank_pb2.RankCommand | None = None
 
     # On the reader thread.
 
@@ -139,7 +149,10 @@ class RankLoop:
 
     def send_alive(self) -> None:
         """Says that the process is not frozen, whatever its main loop does."""
-        self._emit(rank_pb2.RankEvent(alive=rank_pb2.RankAlive(last_step_id=self._last_step_id)))
+        alive = rank_pb2.RankAlive(
+            last_step_id=self._last_step_id, memory_peak_bytes=self._platform.memory_peak_bytes()
+        )
+        self._emit(rank_pb2.RankEvent(alive=alive))
 
     # On the main thread.
 
@@ -157,9 +170,9 @@ class RankLoop:
     def run(self) -> None:
         """Applies commands until told to stop."""
         while True:
-            item = self._queue.get()
-            if isinstance(item, QueuedStep):
-                self._guard(self._run_step, item, step_id=item.step.step_id)
+            item = self._take_next()
+            if isinstance(item, _Ahead):
+                self._guard(self._run_step, item, step_id=item.queued.step.step_id)
                 continue
             match item.WhichOneof("command"):
                 case "open_store":
@@ -170,6 +183,18 @@ class RankLoop:
                     self._guard(self._load, item.load)
                 case "stop":
                     return
+            # What is no step belongs to none of a step's phases.
+            self._timer.restart()
+
+    def _take_next(self) -> _Ahead | rank_pb2.RankCommand:
+        """The next step or command; waits for it."""
+        if self._next is not None:
+            taken, self._next = self._next, None
+            return taken
+        self._timer.enter(Phase.CONTROL_WAIT)
+        item = self._queue.get()
+        self._timer.enter(Phase.COMPUTE)
+        return _Ahead(item, None) if isinstance(item, QueuedStep) else item
 
     def _guard(self, action: Callable[[_T], None], item: _T, step_id: int | None = None) -> None:
         """The edge of this process: any failure becomes an event with its cause."""
@@ -229,8 +254,10 @@ class RankLoop:
 
     def _load(self, plan: stage_worker_pb2.StagePlan) -> None:
         shape = shape_from_proto(plan.topology)
+        path = Path(plan.model_path)
+        needs_weights = self._platform.needs_weights
         own = build_fingerprint(
-            inspect_checkpoint(Path(plan.model_path)),
+            inspect_checkpoint(path) if needs_weights else without_weights(path),
             shape,
             dtype=plan.dtype,
             block_size=plan.block_size,
@@ -251,7 +278,6 @@ class RankLoop:
         # Both sides have fields that the other cannot know (see `fingerprint`), so a rank
         # acknowledges a plan with the plan's digest, and only after `require_equal`.
         report.fingerprint_digest = plan.fingerprint.digest
-        self._step_done_ns = time.monotonic_ns()
         self._emit(rank_pb2.RankEvent(loaded=report))
 
     def _report_progress(self, loaded_bytes: int, total_bytes: int) -> None:
@@ -260,12 +286,36 @@ class RankLoop:
         )
         self._emit(rank_pb2.RankEvent(load_progress=progress))
 
-    def _run_step(self, queued: QueuedStep) -> None:
-        """Runs one step; the four phases are read off one chain of clock readings."""
-        started_ns = time.monotonic_ns()
-        step = queued.step
+    def _run_step(self, ahead: _Ahead) -> None:
+        """Runs one step."""
         if self._failed:
             return
+        step = ahead.queued.step
+        runner = self._runner_for(step)
+        prepared = ahead.prepared or runner.prepare(step)
+        self._timer.enter(Phase.RECEIVE)
+        self._returned.expect(step.step_id, ahead.queued.tokens)
+        received = ahead.queued.receive.wait()
+        returned = self._returned.wait(prepared.referred)
+        compute_start_ns = self._timer.enter(Phase.COMPUTE)
+        output = runner.compute(prepared, received, returned)
+        self._last_step_id = step.step_id
+        if self._platform.runs_ahead:
+            self._next = self._prepare_ahead()
+        self._platform.synchronize()
+        compute_end_ns = self._timer.enter(Phase.SEND)
+        if output.returned is not None:
+            self._returned.put(step.step_id, output.returned)
+            self._plane.return_tokens(output.returned, MAX_PENDING_SENDS)
+        self._plane.send(output.sent, MAX_PENDING_SENDS)
+        clock = self._timer.finish_step(compute_start_ns, compute_end_ns)
+        result = step_pb2.StepResult(
+            epoch=step.epoch, step_id=step.step_id, rows=output.rows, clock=clock
+        )
+        self._emit(rank_pb2.RankEvent(result=result))
+
+    def _runner_for(self, step: step_pb2.Step) -> StageRunner:
+        """Raises `StagemeshError` for a step whose turn it is not."""
         if self._runner is None or step.epoch != self._epoch:
             raise StagemeshError(
                 f"step {step.step_id} is of epoch {step.epoch}; this rank is in epoch {self._epoch}"
@@ -274,32 +324,24 @@ class RankLoop:
             raise StagemeshError(
                 f"step {step.step_id} does not follow step {self._last_step_id}; it was not applied"
             )
-        prepared = self._runner.prepare(step)
-        prepared_ns = time.monotonic_ns()
-        self._returned.expect(step.step_id, queued.tokens)
-        received = queued.receive.wait()
-        returned = self._returned.wait(prepared.referred)
-        received_ns = time.monotonic_ns()
-        output = self._runner.compute(prepared, received, returned)
-        self._platform.synchronize()
-        computed_ns = time.monotonic_ns()
-        if output.returned is not None:
-            self._returned.put(step.step_id, output.returned)
-            self._plane.return_tokens(output.returned, MAX_PENDING_SENDS)
-        self._plane.send(output.sent, MAX_PENDING_SENDS)
-        sent_ns = time.monotonic_ns()
-        clock = step_pb2.StageClock(
-            control_wait_ns=started_ns - self._step_done_ns,
-            receive_ns=received_ns - prepared_ns,
-            compute_ns=(prepared_ns - started_ns) + (computed_ns - received_ns),
-            send_ns=sent_ns - computed_ns,
-        )
-        self._step_done_ns = sent_ns
-        self._last_step_id = step.step_id
-        result = step_pb2.StepResult(
-            epoch=step.epoch, step_id=step.step_id, rows=output.rows, clock=clock
-        )
-        self._emit(rank_pb2.RankEvent(result=result))
+        return self._runner
+
+    def _prepare_ahead(self) -> _Ahead | rank_pb2.RankCommand | None:
+        """Takes the next command, if one is there, and prepares it where it is a step.
+
+        The device computes meanwhile. What is wrong with the step is said in its turn:
+        preparing it again, which a refused step allows, finds the same.
+        """
+        try:
+            item = self._queue.get_nowait()
+        except queue.Empty:
+            return None
+        if not isinstance(item, QueuedStep):
+            return item
+        try:
+            return _Ahead(item, self._runner_for(item.step).prepare(item.step))
+        except StagemeshError:
+            return _Ahead(item, None)
 
     def _emit(self, event: rank_pb2.RankEvent) -> None:
         frame = ipc.encode(event)

@@ -31,7 +31,6 @@ from stage_worker.platforms.base import Platform
 from stage_worker.references import ReferredTokens
 from stage_worker.sampler import DrawRequest, Sampler
 from stage_worker.slots import SlotLimits, SlotTable
-from stage_worker.stage_model import StageModel
 from stage_worker.weights import Progress
 from stagemesh.v1 import stage_worker_pb2, step_pb2, topology_pb2
 
@@ -88,7 +87,7 @@ class StageRunner:
         self._sampler = Sampler()
         self._plan = plan
         facts = read_model_facts(Path(plan.model_path))
-        self._model = StageModel(facts, plan, platform, device_index, tensor_parallel)
+        self._model = platform.model(facts, plan, device_index, tensor_parallel)
         self._slots = self._new_slots()
 
     @property

@@ -7,6 +7,7 @@ re-partition are the same call.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from services.topology.weights import (
     head_weight,
     kv_heads_per_rank,
 )
-from stage_worker.kv.paged_cache import LayerKVCache, kv_block_bytes
+from stage_worker.kv.paged_cache import MAX_BLOCKS, LayerKVCache, kv_block_bytes
 from stage_worker.layers.attention.metadata import AttentionMetadata
 from stage_worker.layers.context import LayerContext
 from stage_worker.layers.norm import Norm
@@ -30,12 +31,11 @@ from stage_worker.layers.rotary import RotaryRows, RotaryTable
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from stage_worker.models import HiddenLayer, layer_family
-from stage_worker.platforms.base import Platform
 from stage_worker.weights import Progress, WeightReader
 from stagemesh.v1 import stage_worker_pb2
 
-MAX_BLOCKS = 2**31 - 1
-"""Block tables are int32."""
+if TYPE_CHECKING:  # Platforms make stage models.
+    from stage_worker.platforms.base import Platform
 
 
 class StageModel:

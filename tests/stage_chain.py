@@ -63,10 +63,12 @@ def stage_plan(
 
 
 def make_runner(
-    plan: stage_worker_pb2.StagePlan, tensor_parallel: TensorParallel | None = None
+    plan: stage_worker_pb2.StagePlan,
+    tensor_parallel: TensorParallel | None = None,
+    device: str = "cpu",
 ) -> StageRunner:
-    """A loaded runner on the CPU with one thread."""
-    platform = select_platform("cpu")
+    """A loaded runner on one device with one thread."""
+    platform = select_platform(device)
     platform.set_up(0, 1)
     group = tensor_parallel or TensorParallel()
     runner = StageRunner(plan, group.rank, 0, platform, group)
@@ -77,9 +79,16 @@ def make_runner(
 class StageChain:
     """Stages of TP size 1, one after the other."""
 
-    def __init__(self, path: Path, partition: Sequence[int], *, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        path: Path,
+        partition: Sequence[int],
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+    ) -> None:
         self.runners = [
-            make_runner(stage_plan(path, partition, rank, dtype=dtype))
+            make_runner(stage_plan(path, partition, rank, dtype=dtype), device=device)
             for rank in range(len(partition))
         ]
 

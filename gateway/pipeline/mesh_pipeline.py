@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
+from gateway.observer import StageObserver, StepObserver
 from gateway.pipeline.bring_up import Stage
 from services.control.progress import (
     ProgressTable,
@@ -43,11 +45,15 @@ class MeshPipeline:
         self,
         stages: Sequence[Stage],
         epoch: int,
-        on_clock: Callable[[int, step_pb2.StageClock], None],
+        on_stage_step: StageObserver,
+        on_step: StepObserver,
     ) -> None:
         self._stages = tuple(stages)
         self._epoch = epoch
-        self._on_clock = on_clock
+        self._on_stage_step = on_stage_step
+        self._on_step = on_step
+        self._sent_at = deque[float]()
+        """Of each step without a result, by `loop.time()`."""
         self._unsent = tuple(asyncio.Queue[bytes](MAX_UNSENT_STEPS) for _ in self._stages)
         self._results = asyncio.Queue[step_pb2.StepResult | StageFailed](MAX_UNREAD_RESULTS)
         self._failure: StageFailed | None = None
@@ -75,7 +81,9 @@ class MeshPipeline:
         data = stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
         for queue in self._unsent:
             queue.put_nowait(data)
-        self._progress.given(step.step_id, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        self._sent_at.append(now)
+        self._progress.given(step.step_id, now)
         self._sent.set()
 
     async def next_result(self) -> step_pb2.StepResult:
@@ -119,10 +127,12 @@ class MeshPipeline:
                     await self._failed_on(response.error)
                     return
                 if first_of_stage:
-                    self._progress.answered(pp_rank, response.result.step_id, loop.time())
-                    self._on_clock(pp_rank, response.result.clock)
+                    now = loop.time()
+                    self._progress.answered(pp_rank, response.result.step_id, now)
                     if pp_rank == self._last_pp_rank:
                         self._results.put_nowait(response.result)
+                        self._on_step(now - self._sent_at.popleft())
+                    self._on_stage_step(pp_rank, response.result)
         except grpc.aio.AioRpcError as error:
             self.fail(stage.client.gone(error))
         else:

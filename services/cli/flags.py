@@ -66,9 +66,10 @@ CONFIG_FLAG = Flag(
 )
 DEVICE_FLAG = Flag(
     ("--device",),
-    values.one_of("auto", "cpu", "npu", "cuda"),
-    "where the model runs; auto takes an accelerator if there is one",
-    metavar="{auto,cpu,npu,cuda}",
+    values.one_of("auto", "cpu", "npu", "cuda", "sim"),
+    "where the model runs; auto takes an accelerator if there is one; sim waits instead of "
+    "computing, for measurements (docs/simulated-device.md)",
+    metavar="{auto,cpu,npu,cuda,sim}",
 )
 CPU_DEVICES_FLAG = Flag(
     ("--cpu-devices",),
@@ -118,7 +119,19 @@ SERVE_GROUPS = (
                 "replicas of the whole pipeline behind one gateway",
             ),
             DEVICE_FLAG,
+            Flag(
+                ("--sim-cost",),
+                values.text,
+                "JSON file with what steps cost with --device sim; default: nothing",
+                metavar="FILE",
+            ),
             CPU_DEVICES_FLAG,
+            Flag(
+                ("--step-trace",),
+                values.text,
+                "write when each stage computed each step to this file, for ui.perfetto.dev",
+                metavar="FILE",
+            ),
         ),
     ),
     FlagGroup(

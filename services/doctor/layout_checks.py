@@ -14,12 +14,12 @@ from services.config import ServeConfig
 from services.doctor.findings import Check, Finding, Outcome, failed, ok, refused, warning
 from services.doctor.gather import unreadable
 from services.errors import ModelError, PartitionError, StagemeshError
-from services.launch.devices import KINDS, present_devices, resolve_device
+from services.launch.devices import KINDS, SIMULATED, present_devices, resolve_device
 from services.mesh_plan import MeshPlan, make_plan
 from services.models.config_file import find_config
 from services.models.demo import DEMO_MODELS
 from services.models.resolve import is_repository_id, resolve_model
-from services.topology.checkpoint import check_weights, inspect_checkpoint
+from services.topology.checkpoint import check_weights, inspect_checkpoint, without_weights
 from services.topology.compatibility import broken_rules, request_of
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.families import read_model_facts, resolve_max_model_len
@@ -129,11 +129,14 @@ class LayoutChecks:
     def files(self, path: Path) -> ModelFacts | None:
         """Every file of the model is there, whole and readable."""
         facts = self._try(Check.MODEL, lambda: read_model_facts(path))
-        checkpoint = self._try(Check.MODEL, lambda: inspect_checkpoint(path))
+        simulated = self._config.device == SIMULATED
+        inspect = without_weights if simulated else inspect_checkpoint
+        checkpoint = self._try(Check.MODEL, lambda: inspect(path))
         if facts is None or checkpoint is None:
             return facts
         before = len(self.findings)
-        self._try(Check.MODEL, lambda: check_weights(checkpoint, facts))
+        if not simulated:
+            self._try(Check.MODEL, lambda: check_weights(checkpoint, facts))
         names = [file.name for file in checkpoint.files]
         num_files = counted(len(names), "file")
         if not self._config.headless and self._config.tokenizer is None:

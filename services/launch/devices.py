@@ -31,6 +31,11 @@ KINDS = (
 )
 
 
+SIMULATED = "sim"
+SIMULATED_DEVICES = 64
+"""Of a node: enough for any layout. They cost a process each."""
+
+
 def present_devices(kind: DeviceKind, dev: Path = Path("/dev")) -> int:
     """Devices of a kind that this node has, also those that the environment hides."""
     return sum(1 for entry in dev.iterdir() if re.fullmatch(kind.node_pattern, entry.name))
@@ -54,6 +59,8 @@ def resolve_device(
     "auto" takes an accelerator when one is there. Raises `ConfigError` when a
     kind is asked for that this node does not have.
     """
+    if asked == SIMULATED:
+        return SIMULATED, cpu_devices or SIMULATED_DEVICES
     for kind in KINDS:
         if asked not in ("auto", kind.name):
             continue

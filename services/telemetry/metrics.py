@@ -20,17 +20,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stagemesh.v1 import step_pb2
+from services.telemetry.stage_metrics import StageMetrics
 
 LATENCY_BUCKETS_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
 """From an accelerator's step to a long queue."""
-
-STAGE_PHASES = ("control_wait", "receive", "compute", "send")
-"""The four phases of a stage's clock; they add up to wall time."""
-
-NANOSECONDS = 1e-9
 
 OTHER_ENDPOINT = "other"
 
@@ -156,16 +151,7 @@ class Metrics:
             ("replica",),
             registry=self.registry,
         )
-        self.stage_seconds = Counter(
-            "stagemesh_stage_seconds",
-            "A stage's time by phase; the phases add up to wall time.",
-            ("stage", "phase"),
-            registry=self.registry,
-        )
-        self.stage_steps = Counter(
-            "stagemesh_stage_steps", "Steps that a stage has done.", ("stage",),
-            registry=self.registry,
-        )  # fmt: skip
+        self.stages = StageMetrics(self.registry)
 
     def declare_endpoints(self, endpoints: Iterable[str]) -> None:
         """Names that `observe_request` keeps; others are counted as "other"."""
@@ -180,17 +166,6 @@ class Metrics:
     def observe_routing(self, replica: int) -> None:
         """A request went to a replica."""
         self.replica_requests.labels(str(replica)).inc()
-
-    def observe_stage(self, pp_rank: int, clock: step_pb2.StageClock) -> None:
-        """A stage has done a step."""
-        stage = str(pp_rank)
-        self.stage_steps.labels(stage).inc()
-        for phase, nanoseconds in zip(
-            STAGE_PHASES,
-            (clock.control_wait_ns, clock.receive_ns, clock.compute_ns, clock.send_ns),
-            strict=True,
-        ):
-            self.stage_seconds.labels(stage, phase).inc(nanoseconds * NANOSECONDS)
 
     def on_request_finished(self, timings: FinishedRequest) -> None:
         """The engine is done with a request; makes this object an engine's observer."""

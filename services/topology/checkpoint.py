@@ -121,6 +121,11 @@ def inspect_checkpoint(path: Path) -> CheckpointFacts:
     return CheckpointFacts(path, files, tensors, index_sha256)
 
 
+def without_weights(path: Path) -> CheckpointFacts:
+    """What a device that computes nothing needs to know of a model's weights."""
+    return CheckpointFacts(path, (), {}, None)
+
+
 def check_weights(checkpoint: CheckpointFacts, facts: ModelFacts) -> None:
     """Raises `ModelError` unless every tensor that the model needs is there, in its
     shape and in an element type that is served. Tensors beyond those are not

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+MAX_BLOCKS = 2**31 - 1
+"""Block tables are int32."""
+
 
 class LayerKVCache:
     """Owns one layer's blocks."""

@@ -7,8 +7,9 @@ from stage_worker.platforms.base import Platform
 from stage_worker.platforms.cpu import CpuPlatform
 from stage_worker.platforms.cuda import CudaPlatform, cuda_is_available
 from stage_worker.platforms.npu import NpuPlatform, npu_is_available, npu_is_installed
+from stage_worker.platforms.sim import SimulatedPlatform
 
-DEVICES = ("auto", "cpu", "npu", "cuda")
+DEVICES = ("auto", "cpu", "npu", "cuda", "sim")
 
 __all__ = ["DEVICES", "Platform", "select_platform"]
 
@@ -22,6 +23,8 @@ def select_platform(device: str) -> Platform:
         raise ConfigError(
             f'device "{device}" is not known; use one of {", ".join(DEVICES)}', param="device"
         )
+    if device == "sim":
+        return SimulatedPlatform()
     if device in ("auto", "npu") and npu_is_available():
         return NpuPlatform()
     if device in ("auto", "cuda") and cuda_is_available():

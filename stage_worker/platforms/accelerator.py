@@ -6,7 +6,11 @@ from __future__ import annotations
 import torch
 
 from services.errors import ConfigError
+from services.topology.facts import ModelFacts
 from stage_worker.layers.operators import TorchOperators
+from stage_worker.layers.tensor_parallel import TensorParallel
+from stage_worker.platforms.base import Model
+from stage_worker.stage_model import StageModel
 from stagemesh.v1 import stage_worker_pb2
 
 
@@ -15,6 +19,8 @@ class AcceleratorPlatform:
 
     name: str
     collective_backend: str
+    needs_weights = True
+    runs_ahead = True
 
     def device_count(self) -> int:
         return torch.accelerator.device_count()
@@ -49,6 +55,18 @@ class AcceleratorPlatform:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
+
+    def memory_peak_bytes(self) -> int:
+        return int(torch.accelerator.max_memory_allocated())
+
+    def model(
+        self,
+        facts: ModelFacts,
+        plan: stage_worker_pb2.StagePlan,
+        device_index: int,
+        tensor_parallel: TensorParallel,
+    ) -> Model:
+        return StageModel(facts, plan, self, device_index, tensor_parallel)
 
     def operators(self, *, enforce_eager: bool) -> TorchOperators:
         return TorchOperators()

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
+import sys
 
 import numpy as np
 import torch
 
 from services.launch.memory import host_memory
+from services.topology.facts import ModelFacts
 from stage_worker.kernels.build import KernelsUnavailable
 from stage_worker.kernels.native import NativeOperators
 from stage_worker.layers.linear import packing_works
 from stage_worker.layers.operators import Operators, TorchOperators
+from stage_worker.layers.tensor_parallel import TensorParallel
+from stage_worker.platforms.base import Model
+from stage_worker.stage_model import StageModel
 from stagemesh.v1 import stage_worker_pb2
 
 log = logging.getLogger("stagemesh.rank")
@@ -29,6 +35,8 @@ class CpuPlatform:
 
     name = "cpu"
     collective_backend = "gloo"
+    needs_weights = True
+    runs_ahead = False
 
     def device_count(self) -> int:
         return os.cpu_count() or 1
@@ -58,6 +66,19 @@ class CpuPlatform:
         # writes all of them (10 s for 4 GB on a busy two-core machine) and holds them.
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+    def memory_peak_bytes(self) -> int:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def model(
+        self,
+        facts: ModelFacts,
+        plan: stage_worker_pb2.StagePlan,
+        device_index: int,
+        tensor_parallel: TensorParallel,
+    ) -> Model:
+        return StageModel(facts, plan, self, device_index, tensor_parallel)
 
     def operators(self, *, enforce_eager: bool) -> Operators:
         plain = TorchOperators(packed_linear=packing_works())

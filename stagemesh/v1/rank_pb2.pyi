@@ -39,10 +39,12 @@ class RankHello(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., memory: _Optional[_Union[_stage_worker_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class RankAlive(_message.Message):
-    __slots__ = ("last_step_id",)
+    __slots__ = ("last_step_id", "memory_peak_bytes")
     LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     last_step_id: int
-    def __init__(self, last_step_id: _Optional[int] = ...) -> None: ...
+    memory_peak_bytes: int
+    def __init__(self, last_step_id: _Optional[int] = ..., memory_peak_bytes: _Optional[int] = ...) -> None: ...
 
 class RankEvent(_message.Message):
     __slots__ = ("hello", "store_opened", "group_formed", "load_progress", "loaded", "result", "error", "alive")

@@ -55,7 +55,7 @@ class FormGroupResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class StagePlan(_message.Message):
-    __slots__ = ("topology", "placement", "model_path", "dtype", "block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "trust_remote_code", "fingerprint")
+    __slots__ = ("topology", "placement", "model_path", "dtype", "block_size", "num_blocks", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager", "trust_remote_code", "fingerprint", "simulated_costs")
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class StagePlan(_message.Message):
     ENFORCE_EAGER_FIELD_NUMBER: _ClassVar[int]
     TRUST_REMOTE_CODE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_COSTS_FIELD_NUMBER: _ClassVar[int]
     topology: _topology_pb2.Topology
     placement: _topology_pb2.Placement
     model_path: str
@@ -84,7 +85,18 @@ class StagePlan(_message.Message):
     enforce_eager: bool
     trust_remote_code: bool
     fingerprint: _topology_pb2.Fingerprint
-    def __init__(self, topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., placement: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., model_path: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_cache_memory_bytes: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., enforce_eager: _Optional[bool] = ..., trust_remote_code: _Optional[bool] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+    simulated_costs: _containers.RepeatedCompositeFieldContainer[SimulatedCost]
+    def __init__(self, topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., placement: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., model_path: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_cache_memory_bytes: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., enforce_eager: _Optional[bool] = ..., trust_remote_code: _Optional[bool] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., simulated_costs: _Optional[_Iterable[_Union[SimulatedCost, _Mapping]]] = ...) -> None: ...
+
+class SimulatedCost(_message.Message):
+    __slots__ = ("fixed_seconds", "per_token_seconds", "per_context_token_seconds")
+    FIXED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PER_CONTEXT_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    fixed_seconds: float
+    per_token_seconds: float
+    per_context_token_seconds: float
+    def __init__(self, fixed_seconds: _Optional[float] = ..., per_token_seconds: _Optional[float] = ..., per_context_token_seconds: _Optional[float] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("plan",)
@@ -151,18 +163,20 @@ class DeviceMemory(_message.Message):
     def __init__(self, free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("tp_rank", "device", "pid", "state", "memory_at_start")
+    __slots__ = ("tp_rank", "device", "pid", "state", "memory_peak_bytes", "memory_at_start")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_AT_START_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     device: str
     pid: int
     state: ComponentState
+    memory_peak_bytes: int
     memory_at_start: DeviceMemory
-    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_peak_bytes: _Optional[int] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -124,16 +124,22 @@ class ResultRow(_message.Message):
     def __init__(self, row: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StageClock(_message.Message):
-    __slots__ = ("control_wait_ns", "receive_ns", "compute_ns", "send_ns")
+    __slots__ = ("control_wait_ns", "receive_ns", "compute_ns", "send_ns", "compute_start_ns", "compute_end_ns", "end_ns")
     CONTROL_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_NS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
     SEND_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_START_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_END_NS_FIELD_NUMBER: _ClassVar[int]
+    END_NS_FIELD_NUMBER: _ClassVar[int]
     control_wait_ns: int
     receive_ns: int
     compute_ns: int
     send_ns: int
-    def __init__(self, control_wait_ns: _Optional[int] = ..., receive_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., send_ns: _Optional[int] = ...) -> None: ...
+    compute_start_ns: int
+    compute_end_ns: int
+    end_ns: int
+    def __init__(self, control_wait_ns: _Optional[int] = ..., receive_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., send_ns: _Optional[int] = ..., compute_start_ns: _Optional[int] = ..., compute_end_ns: _Optional[int] = ..., end_ns: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("epoch", "step_id", "rows", "clock")

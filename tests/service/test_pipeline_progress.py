@@ -57,7 +57,7 @@ async def pipeline(num_stages: int) -> AsyncIterator[tuple[MeshPipeline, list[Sc
             stack.push_async_callback(client.close)
             placement = StagePlacement(0, 0, pp_rank, (0,), (pp_rank,), pp_rank, pp_rank + 1)
             stages.append(Stage(client, placement))
-        made = MeshPipeline(stages, EPOCH, lambda pp_rank, clock: None)
+        made = MeshPipeline(stages, EPOCH, lambda pp_rank, result: None, lambda seconds: None)
         running = asyncio.ensure_future(made.run())
         try:
             yield made, scripted

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.telemetry import Metrics
-from stagemesh.v1 import step_pb2
 
 
 @dataclass
@@ -36,20 +35,6 @@ def test_every_name_has_the_prefix() -> None:
     metrics.watch_engine(Stats)
     metrics.observe_request("/v1/models", 200, 0.1)
     assert all(name.startswith("stagemesh_") for name in samples(metrics))
-
-
-def test_stage_clock_becomes_seconds_by_phase() -> None:
-    metrics = Metrics()
-    clock = step_pb2.StageClock(
-        control_wait_ns=1_000_000_000, receive_ns=500_000_000, compute_ns=2_000_000_000, send_ns=1
-    )
-    metrics.observe_stage(1, clock)
-    metrics.observe_stage(1, clock)
-    found = samples(metrics)
-    assert found["stagemesh_stage_seconds_total{phase=control_wait,stage=1}"] == 2.0
-    assert found["stagemesh_stage_seconds_total{phase=receive,stage=1}"] == 1.0
-    assert found["stagemesh_stage_seconds_total{phase=compute,stage=1}"] == 4.0
-    assert found["stagemesh_stage_steps_total{stage=1}"] == 2.0
 
 
 def test_the_engine_is_read_at_the_scrape() -> None:

@@ -1,0 +1,146 @@
+"""What the stages of a mesh report, as metrics.
+
+Labels are `replica` (0 without data parallelism) and `stage`, the PP rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stagemesh.v1 import step_pb2
+
+STAGE_PHASES = ("control_wait", "receive", "compute", "send")
+"""The four phases of a stage's clock; they add up to wall time."""
+STAGE_LABELS = ("replica", "stage")
+BUBBLE_WINDOW_SECONDS = 10
+"""Long against a step, short against what an operator waits for."""
+STEP_BUCKETS_SECONDS = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+"""From one decode step on an accelerator to the ranks' step time-out."""
+NANOSECONDS = 1e-9
+
+StageMemory = tuple[int, int, int]
+"""(replica, stage, peak bytes of the stage's largest rank)."""
+
+
+@dataclass(slots=True)
+class BusyWindow:
+    """How long a stage has computed in the last seconds, second by second."""
+
+    now: Callable[[], float] = time.monotonic
+    _since: float | None = None
+    _busy_seconds: dict[int, float] = field(default_factory=dict)
+
+    def add(self, busy_seconds: float) -> None:
+        """The stage has just computed for so long."""
+        now = self.now()
+        if self._since is None:
+            self._since = now - busy_seconds
+        second = int(now)
+        self._busy_seconds[second] = self._busy_seconds.get(second, 0.0) + busy_seconds
+        self._forget(second)
+
+    def bubble_ratio(self) -> float:
+        """Share of the last `BUBBLE_WINDOW_SECONDS`, or of the time since the first step, in
+        which the stage did not compute. 1 where it has done nothing."""
+        if self._since is None:
+            return 1.0
+        now = self.now()
+        self._forget(int(now))
+        # The oldest second is one that the window may have left in part.
+        window = min(now - self._since, BUBBLE_WINDOW_SECONDS - 1 + now % 1.0)
+        busy = sum(self._busy_seconds.values())
+        return min(max(1.0 - busy / window, 0.0), 1.0) if window > 0 else 0.0
+
+    def _forget(self, second: int) -> None:
+        oldest = second - BUBBLE_WINDOW_SECONDS + 1
+        for old in [s for s in self._busy_seconds if s < oldest]:
+            del self._busy_seconds[old]
+
+
+class StageMetrics:
+    """Clocks, latency, bubble and memory of all stages."""
+
+    def __init__(
+        self, registry: CollectorRegistry, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now = now
+        self._windows: dict[tuple[str, str], BusyWindow] = {}
+        self._memory: Callable[[], Iterable[StageMemory]] = tuple
+        self._seconds = Counter(
+            "stagemesh_stage_seconds",
+            "A stage's time by phase; the phases add up to wall time.",
+            (*STAGE_LABELS, "phase"),
+            registry=registry,
+        )
+        self._steps = Counter(
+            "stagemesh_stage_steps",
+            "Steps that a stage has done.",
+            STAGE_LABELS,
+            registry=registry,
+        )
+        self._step_seconds = Histogram(
+            "stagemesh_step_seconds",
+            "From sending a step to its result: through all stages.",
+            ("replica",),
+            buckets=STEP_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        registry.register(_StageCollector(self))
+
+    def observe_stage(self, replica: int, stage: int, clock: step_pb2.StageClock) -> None:
+        """A stage has done a step."""
+        labels = (str(replica), str(stage))
+        self._steps.labels(*labels).inc()
+        phases = (clock.control_wait_ns, clock.receive_ns, clock.compute_ns, clock.send_ns)
+        for phase, nanoseconds in zip(STAGE_PHASES, phases, strict=True):
+            self._seconds.labels(*labels, phase).inc(nanoseconds * NANOSECONDS)
+        window = self._windows.get(labels)
+        if window is None:
+            window = self._windows[labels] = BusyWindow(self._now)
+        window.add(clock.compute_ns * NANOSECONDS)
+
+    def observe_step(self, replica: int, seconds: float) -> None:
+        """A step has passed all stages."""
+        self._step_seconds.labels(str(replica)).observe(seconds)
+
+    def watch_memory(self, memory: Callable[[], Iterable[StageMemory]]) -> None:
+        """Reads the stages' memory at each scrape."""
+        self._memory = memory
+
+    def gauges(self) -> Iterator[Metric]:
+        """What is computed at a scrape."""
+        bubble = GaugeMetricFamily(
+            "stagemesh_stage_bubble_ratio",
+            f"Share of the last {BUBBLE_WINDOW_SECONDS} s in which a stage did not compute.",
+            labels=STAGE_LABELS,
+        )
+        for labels, window in self._windows.items():
+            bubble.add_metric(labels, window.bubble_ratio())
+        peak = GaugeMetricFamily(
+            "stagemesh_stage_memory_peak_bytes",
+            "Most memory that a rank of the stage has held: of its device, on a CPU of its "
+            "process.",
+            labels=STAGE_LABELS,
+        )
+        for replica, stage, peak_bytes in self._memory():
+            peak.add_metric((str(replica), str(stage)), peak_bytes)
+        yield from (bubble, peak)
+
+
+class _StageCollector(Collector):
+    def __init__(self, metrics: StageMetrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.gauges()

@@ -1,0 +1,65 @@
+"""Where a rank's main loop spends its time: every moment belongs to one of four phases.
+
+Entering a phase ends the one before with the same clock reading, so each phase has
+a start and a stop of its own and nothing lies between two of them. That the phases
+of a step add up to its wall time follows; none is computed from the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+
+from stagemesh.v1 import step_pb2
+
+
+class Phase(Enum):
+    """What a rank does."""
+
+    CONTROL_WAIT = "control_wait"
+    """Waits for a command."""
+    RECEIVE = "receive"
+    """Waits for the activations of the stage before."""
+    COMPUTE = "compute"
+    """Everything else: indices, layers, head, sampling, writing the result of a step."""
+    SEND = "send"
+    """Hands activations on, and waits for older sends."""
+
+
+class StageTimer:
+    """Times the phases of one step after the other."""
+
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._now_ns = now_ns
+        self._phase = Phase.CONTROL_WAIT
+        self._total_ns = dict.fromkeys(Phase, 0)
+        self._entered_ns = now_ns()
+
+    def enter(self, phase: Phase) -> int:
+        """Ends the present phase and begins another; returns the clock reading between them."""
+        now_ns = self._now_ns()
+        self._total_ns[self._phase] += now_ns - self._entered_ns
+        self._phase, self._entered_ns = phase, now_ns
+        return now_ns
+
+    def restart(self) -> None:
+        """Forgets what was timed: it belonged to no step."""
+        self._total_ns = dict.fromkeys(Phase, 0)
+        self._entered_ns = self._now_ns()
+
+    def finish_step(self, compute_start_ns: int, compute_end_ns: int) -> step_pb2.StageClock:
+        """The clock of a step that is done. What follows counts as the next step's computing,
+        until another phase is entered."""
+        end_ns = self.enter(Phase.COMPUTE)
+        clock = step_pb2.StageClock(
+            control_wait_ns=self._total_ns[Phase.CONTROL_WAIT],
+            receive_ns=self._total_ns[Phase.RECEIVE],
+            compute_ns=self._total_ns[Phase.COMPUTE],
+            send_ns=self._total_ns[Phase.SEND],
+            compute_start_ns=compute_start_ns,
+            compute_end_ns=compute_end_ns,
+            end_ns=end_ns,
+        )
+        self._total_ns = dict.fromkeys(Phase, 0)
+        return clock

@@ -1,0 +1,1 @@
+"""A device that waits instead of computing; see docs/simulated-device.md."""
