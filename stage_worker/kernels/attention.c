@@ -3,9 +3,11 @@
 
 /* ---- attention of decode rows over the paged cache ------------------------------------------ */
 
-/* Positions at a time: their scores stay in registers and the first-level cache. */
+/* Positions at a time: their scores stay in the first-level cache. */
 #define SPAN 64
 #define MAX_GROUP 32
+/* Query heads at a time; a group at least. */
+#define MAX_HEADS 64
 
 typedef struct {
     const float *keys, *values;
@@ -20,59 +22,125 @@ static inline const float *entry(const sequence *s, const float *cache, int64_t 
     return cache + (slot * s->kv_heads + kv_head) * s->dim;
 }
 
-/* One KV head's query heads q [group, dim] -> out [group, dim], with a running maximum
- * (Milakov and Gimelshein, 2018), so that nothing of the length of the sequence is kept. */
-static void attend(const sequence *s, int64_t kv_head, const float *q, float scale, float *out) {
-    float scores[MAX_GROUP * SPAN], best[MAX_GROUP], total[MAX_GROUP];
-    int64_t dim = s->dim;
-    for (int g = 0; g < s->group; g++) {
-        best[g] = -__builtin_inff();
-        total[g] = 0.0f;
+static inline void fetch(const float *from, int64_t width) {
+    for (int64_t i = 0; i < width; i += LINE)
+        __builtin_prefetch(from + i, 0, 2);
+}
+
+/* One query head q [dim] against LANES keys [dim] -> LANES products. */
+static inline vec products(const float *q, const float *const *keys, int64_t offset, int64_t dim) {
+    vec d[LANES] = {0};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec x = *(const vec *)(q + i);
+        for (int l = 0; l < LANES; l++)
+            d[l] += x * *(const vec *)(keys[l] + offset + i);
     }
-    memset(out, 0, (size_t)s->group * (size_t)dim * sizeof(float));
+    return sums(d);
+}
+
+/* out [M][dim] += weights [M][SPAN] x values [count][dim], PANEL features at a time. */
+#define DEFINE_MIX(M)                                                                             \
+    static void mix_##M(const float *weights, const float *const *values, int64_t offset,         \
+                        int count, int64_t dim, float *out) {                                     \
+        for (int64_t i = 0; i < dim; i += PANEL) {                                                \
+            vec low[M], high[M];                                                                  \
+            for (int m = 0; m < M; m++) {                                                         \
+                low[m] = *(vec *)(out + m * dim + i);                                             \
+                high[m] = *(vec *)(out + m * dim + i + LANES);                                    \
+            }                                                                                     \
+            for (int t = 0; t < count; t++) {                                                     \
+                const float *value = values[t] + offset + i;                                      \
+                vec v0 = *(const vec *)value, v1 = *(const vec *)(value + LANES);                 \
+                for (int m = 0; m < M; m++) {                                                     \
+                    low[m] += v0 * weights[m * SPAN + t];                                         \
+                    high[m] += v1 * weights[m * SPAN + t];                                        \
+                }                                                                                 \
+            }                                                                                     \
+            for (int m = 0; m < M; m++) {                                                         \
+                *(vec *)(out + m * dim + i) = low[m];                                             \
+                *(vec *)(out + m * dim + i + LANES) = high[m];                                    \
+            }                                                                                     \
+        }                                                                                         \
+    }
+DEFINE_MIX(1)
+DEFINE_MIX(2)
+DEFINE_MIX(3)
+DEFINE_MIX(4)
+
+static void mix(int heads, const float *weights, const float *const *values, int64_t offset,
+                int count, int64_t dim, float *out) {
+    switch (heads) {
+    case 1: mix_1(weights, values, offset, count, dim, out); break;
+    case 2: mix_2(weights, values, offset, count, dim, out); break;
+    case 3: mix_3(weights, values, offset, count, dim, out); break;
+    default: mix_4(weights, values, offset, count, dim, out);
+    }
+}
+
+/* Scores of `seen` positions of a span to weights of all SPAN; rescales what is summed up, with a
+ * running maximum (Milakov and Gimelshein, 2018), so that nothing of the sequence's length is
+ * kept. */
+static void soften(float *row, int64_t seen, float *best, float *total, float *out, int64_t dim) {
+    float top = *best;
+    for (int64_t i = seen; i < SPAN; i++)
+        row[i] = -__builtin_inff();
+    for (int i = 0; i < SPAN; i++)
+        top = row[i] > top ? row[i] : top;
+    /* exp(-inf) is 0 the first time. */
+    float keep = vexp(splat(*best - top))[0];
+    vec part = {0};
+    for (int i = 0; i < SPAN; i += LANES) {
+        vec e = vexp(*(vec *)(row + i) - top);
+        *(vec *)(row + i) = e;
+        part += e;
+    }
+    *best = top;
+    *total = *total * keep + sum(part);
+    for (int64_t i = 0; i < dim; i += LANES)
+        *(vec *)(out + i) *= keep;
+}
+
+/* The query heads q [heads, dim] of KV heads `kv_head` and on -> out [heads, dim]. A position's
+ * keys of all heads lie together, and so do a block's positions: the cache is read as it lies. */
+static void attend(const sequence *s, int64_t kv_head, int heads, const float *q, float scale,
+                   float *out) {
+    float scores[MAX_HEADS * SPAN], best[MAX_HEADS], total[MAX_HEADS];
+    const float *keys[LANES], *values[SPAN];
+    int64_t dim = s->dim, group = s->group, width = heads / group * dim;
+    for (int h = 0; h < heads; h++) {
+        best[h] = -__builtin_inff();
+        total[h] = 0.0f;
+    }
+    memset(out, 0, (size_t)heads * (size_t)dim * sizeof(float));
     for (int64_t start = 0; start < s->length; start += SPAN) {
         int count = (int)(s->length - start < SPAN ? s->length - start : SPAN);
-        for (int t = 0; t < count; t++) {
-            const float *key = entry(s, s->keys, start + t, kv_head);
-            for (int g = 0; g < s->group; g++) {
-                vec dot = {0};
-                for (int64_t i = 0; i < dim; i += LANES)
-                    dot += *(const vec *)(q + g * dim + i) * *(const vec *)(key + i);
-                scores[g * SPAN + t] = sum(dot) * scale;
+        /* Keys come a span ahead and values while keys are multiplied: nothing waits for memory
+         * that could have been asked for before. */
+        for (int t = 0; t < count; t++)
+            fetch(values[t] = entry(s, s->values, start + t, kv_head), width);
+        for (int t = 0; t < count; t += LANES) {
+            for (int l = 0; l < LANES; l++) {
+                /* Behind the end the last one again: its product is not looked at. */
+                int64_t position = start + (t + l < count ? t + l : count - 1);
+                keys[l] = entry(s, s->keys, position, kv_head);
+                if (position + SPAN < s->length)
+                    fetch(entry(s, s->keys, position + SPAN, kv_head), width);
             }
+            for (int h = 0; h < heads; h++)
+                *(vec *)(scores + h * SPAN + t) =
+                    products(q + h * dim, keys, h / group * dim, dim) * scale;
         }
-        for (int g = 0; g < s->group; g++) {
-            float *row = scores + g * SPAN, top = best[g];
-            for (int t = 0; t < count; t++)
-                top = row[t] > top ? row[t] : top;
-            for (int t = count; t < SPAN; t++)
-                row[t] = -__builtin_inff();
-            /* exp(-inf) is 0 the first time. */
-            float keep = vexp(splat(best[g] - top))[0];
-            best[g] = top;
-            vec part = {0};
-            for (int t = 0; t < SPAN; t += LANES) {
-                vec e = vexp(*(vec *)(row + t) - top);
-                *(vec *)(row + t) = e;
-                part += e;
-            }
-            total[g] = total[g] * keep + sum(part);
-            for (int64_t i = 0; i < dim; i += LANES)
-                *(vec *)(out + g * dim + i) *= keep;
-        }
-        for (int t = 0; t < count; t++) {
-            const float *value = entry(s, s->values, start + t, kv_head);
-            for (int g = 0; g < s->group; g++) {
-                float weight = scores[g * SPAN + t];
-                for (int64_t i = 0; i < dim; i += LANES)
-                    *(vec *)(out + g * dim + i) += *(const vec *)(value + i) * weight;
-            }
-        }
+        for (int h = 0; h < heads; h++)
+            soften(scores + h * SPAN, count, best + h, total + h, out + h * dim, dim);
+        for (int64_t first = 0; first < heads; first += group)
+            for (int64_t g = 0; g < group; g += 4)
+                mix((int)(group - g), scores + (first + g) * SPAN, values, first / group * dim,
+                    count, dim, out + (first + g) * dim);
     }
-    for (int g = 0; g < s->group; g++) {
-        float inverse = 1.0f / total[g];
+    for (int h = 0; h < heads; h++) {
+        float inverse = 1.0f / total[h];
         for (int64_t i = 0; i < dim; i += LANES)
-            *(vec *)(out + g * dim + i) *= inverse;
+            *(vec *)(out + h * dim + i) *= inverse;
     }
 }
 
@@ -84,13 +152,20 @@ void stagemesh_decode_attention(const float *qkv, int64_t width, const int64_t *
                                 const int64_t *tables, int64_t blocks, const int64_t *lengths,
                                 float scale, float *y, int threads) {
     int group = (int)(heads / kv_heads);
+    /* KV heads that are attended together: all, unless threads would have nothing to do. */
+    int64_t together = MAX_HEADS / group < kv_heads ? MAX_HEADS / group : kv_heads;
+    int64_t share = (kv_heads + threads - 1) / threads;
+    if (rows < threads && share < together)
+        together = share;
+    int64_t parts = (kv_heads + together - 1) / together;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t unit = 0; unit < rows * kv_heads; unit++) {
-        int64_t row = unit / kv_heads, kv_head = unit % kv_heads;
+    for (int64_t unit = 0; unit < rows * parts; unit++) {
+        int64_t row = unit / parts, kv_head = unit % parts * together;
+        int64_t taken = kv_heads - kv_head < together ? kv_heads - kv_head : together;
         int64_t offset = kv_head * group * dim;
         sequence s = {keys,       values,   tables + row * blocks, lengths[row],
                       block_size, kv_heads, dim,                   group};
-        attend(&s, kv_head, qkv + indices[row] * width + offset, scale,
+        attend(&s, kv_head, (int)taken * group, qkv + indices[row] * width + offset, scale,
                y + indices[row] * heads * dim + offset);
     }
 }
@@ -127,26 +202,6 @@ static void gather(tile *t, const sequence *s, int64_t kv_head, int64_t start) {
     }
 }
 
-/* Scores to weights: row `r` sees `seen` of the span's positions; rescales what is summed up. */
-static void soften(tile *t, int r, int64_t seen, int64_t dim) {
-    float *row = t->scores + r * SPAN, top = t->best[r];
-    for (int64_t i = seen; i < SPAN; i++)
-        row[i] = -__builtin_inff();
-    for (int i = 0; i < SPAN; i++)
-        top = row[i] > top ? row[i] : top;
-    float keep = vexp(splat(t->best[r] - top))[0];
-    vec part = {0};
-    for (int i = 0; i < SPAN; i += LANES) {
-        vec e = vexp(*(vec *)(row + i) - top);
-        *(vec *)(row + i) = e;
-        part += e;
-    }
-    t->best[r] = top;
-    t->total[r] = t->total[r] * keep + sum(part);
-    for (int64_t i = 0; i < dim; i += LANES)
-        *(vec *)(t->out + r * dim + i) *= keep;
-}
-
 /* `rows` rows of the tile, of which row r is the query at position first + r / group. */
 static void attend_tile(tile *t, const sequence *s, int64_t kv_head, int rows, int64_t first) {
     static const float zeros[PANEL];
@@ -168,16 +223,19 @@ static void attend_tile(tile *t, const sequence *s, int64_t kv_head, int rows, i
         }
         for (int r = from; r < rows; r++) {
             int64_t seen = first + r / s->group + 1 - start;
-            soften(t, r, seen < SPAN ? seen : SPAN, dim);
+            soften(t->scores + r * SPAN, seen < SPAN ? seen : SPAN, t->best + r, t->total + r,
+                   t->out + r * dim, dim);
         }
         for (int r = from; r < rows; r += ROWS) {
             int count = rows - r < ROWS ? rows - r : ROWS;
             for (int64_t d = 0; d < dim; d += PANEL) {
                 panel(count, t->scores + r * SPAN, SPAN, t->values + d * SPAN, zeros, t->part,
                       PANEL, t->values, 0);
-                for (int m = 0; m < count; m++)
+                for (int m = 0; m < count; m++) {
+                    float *to = t->out + (r + m) * dim + d;
                     for (int i = 0; i < PANEL; i += LANES)
-                        *(vec *)(t->out + (r + m) * dim + d + i) += *(vec *)(t->part + m * PANEL + i);
+                        *(vec *)(to + i) += *(vec *)(t->part + m * PANEL + i);
+                }
             }
         }
     }

@@ -10,10 +10,11 @@
 #include <string.h>
 
 #define LANES 8
+#define LINE 16 /* floats that come from memory together */
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* ---- the product that everything is made of --------------------------------------------------- */
+/* ---- the product that everything is made of ------------------------------------------------ */
 
 /* A panel is PANEL output features, stored input feature by input feature: [in][PANEL]. */
 #define PANEL (2 * LANES)
@@ -96,4 +97,26 @@ static inline float sum(vec v) {
     for (int i = 0; i < LANES; i++)
         total += v[i];
     return total;
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef SHUFFLE /* GCC before 12 */
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
+/* The sums of LANES vectors, one in each lane: pairs of lanes, then of pairs, then of halves. */
+static inline vec sums(const vec d[LANES]) {
+    vec pairs[LANES / 2], fours[LANES / 4];
+    for (int i = 0; i < LANES / 2; i++)
+        pairs[i] = SHUFFLE(d[2 * i], d[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                   SHUFFLE(d[2 * i], d[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < LANES / 4; i++)
+        fours[i] = SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                   SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
