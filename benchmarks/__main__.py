@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import compare, cpu_linear, front_door, gateway_step, start_up
+from benchmarks import (
+    async_scheduling,
+    compare,
+    cpu_linear,
+    front_door,
+    gateway_step,
+    start_up,
+)
 
 BENCHMARKS = {
     "start-up": start_up.main,
     "gateway-step": gateway_step.main,
     "front-door": front_door.main,
+    "async-scheduling": async_scheduling.main,
     "cpu-linear": cpu_linear.main,
     "compare": compare.main,
 }

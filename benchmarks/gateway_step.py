@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from gateway.engine.scheduled_step import ScheduledStep, SchedulerLimits
 from gateway.engine.scheduler import Scheduler
-from gateway.engine.sequence import Sequence
+from gateway.engine.sequence import Sequence as TokenSequence
 from gateway.engine.types import SamplingParams, StopConditions
 from stagemesh.v1 import stage_worker_pb2, step_pb2
 
@@ -36,15 +38,15 @@ def main() -> None:
         print(f"{num_rows:3} rows: {shown}; total {total:.3f} ms, limit {limit} ms", flush=True)
 
 
-def measure(num_rows: int) -> dict[str, float]:
+def measure(
+    num_rows: int, summary: Callable[[Sequence[float]], float] = statistics.median
+) -> dict[str, float]:
     """Milliseconds of CPU time by part of a step with so many decodes."""
     scheduler = _running(num_rows)
-    scheduled = scheduler.schedule()
+    in_flight = deque(_schedule_all(scheduler))
     seconds: dict[str, list[float]] = {"decode": [], "apply": [], "schedule": [], "encode": []}
     for step in range(WARM_UP_STEPS + STEPS):
-        if scheduled is None or len(scheduled.rows) != num_rows:
-            raise RuntimeError("the benchmark has left its steady state")
-        data = _response(scheduled)
+        data = _response(in_flight.popleft())
         times = [time.process_time()]
         response = stage_worker_pb2.ExecuteResponse.FromString(data)
         times.append(time.process_time())
@@ -52,13 +54,15 @@ def measure(num_rows: int) -> dict[str, float]:
         times.append(time.process_time())
         scheduled = scheduler.schedule()
         times.append(time.process_time())
-        if scheduled is not None:
-            stage_worker_pb2.ExecuteRequest(step=scheduled.step).SerializeToString()
+        if scheduled is None or len(scheduled.rows) != num_rows:
+            raise RuntimeError("the benchmark has left its steady state")
+        stage_worker_pb2.ExecuteRequest(step=scheduled.step).SerializeToString()
         times.append(time.process_time())
+        in_flight.append(scheduled)
         if step >= WARM_UP_STEPS:
             for name, start, end in zip(seconds, times, times[1:], strict=False):
                 seconds[name].append(end - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    return {name: 1e3 * summary(values) for name, values in seconds.items()}
 
 
 def _running(num_rows: int) -> Scheduler:
@@ -77,7 +81,7 @@ def _running(num_rows: int) -> Scheduler:
     for index in range(num_rows):
         prompt = tuple(index * 7 + k for k in range(PROMPT_TOKENS))
         scheduler.add(
-            Sequence(
+            TokenSequence(
                 str(index),
                 0,
                 prompt,
@@ -86,13 +90,18 @@ def _running(num_rows: int) -> Scheduler:
             )
         )
     while True:
-        steps = []
-        while (scheduled := scheduler.schedule()) is not None:
-            steps.append(scheduled)
+        steps = _schedule_all(scheduler)
         for sent in steps:
             scheduler.apply(_result(sent))
         if scheduler.num_waiting == 0 and len(steps[-1].rows) == num_rows:
             return scheduler
+
+
+def _schedule_all(scheduler: Scheduler) -> list[ScheduledStep]:
+    steps = []
+    while (scheduled := scheduler.schedule()) is not None:
+        steps.append(scheduled)
+    return steps
 
 
 def _result(scheduled: ScheduledStep) -> step_pb2.StepResult:

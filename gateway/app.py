@@ -190,12 +190,17 @@ class Gateway:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_steps_in_flight=pipeline.num_stages,
+            async_scheduling=self._schedules_ahead(),
             enable_prefix_caching=self._config.enable_prefix_caching,
             policy=SchedulingPolicy(self._config.scheduling_policy),
         )
         return MeshEngine(
             pipeline, self._assets.tokenizer.backend, EngineConfig(limits), self._metrics
         )
+
+    def _schedules_ahead(self) -> bool:
+        asked = self._config.async_scheduling
+        return self._plan.device != "cpu" if asked is None else asked
 
     async def run(self, stop: _StopRequest, *, launch_workers: bool) -> None:
         """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""

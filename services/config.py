@@ -55,6 +55,9 @@ class ServeConfig:
     """Most query tokens in one step."""
     scheduling_policy: str = "fcfs"
     """"fcfs" or "priority": who is served first, and preempted last."""
+    async_scheduling: bool | None = None
+    """Sends a sequence's next step while its token is still being sampled. None: where the
+    device is not the CPU, whose cores the gateway needs itself."""
     enable_prefix_caching: bool = True
     """Keeps the KV blocks of what was computed, for prompts that begin alike."""
     block_size: int = 16

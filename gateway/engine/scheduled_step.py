@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.engine.sequence import Sequence
 from gateway.engine.types import TokenLogprob
@@ -30,14 +31,15 @@ class SchedulerLimits:
     """Usually the number of stages: fewer leave stages idle, more make batches small."""
     min_prompt_chunk_tokens: int = MIN_PROMPT_CHUNK_TOKENS
     """Prompts are not cut finer than this to fill idle stages."""
+    async_scheduling: bool = True
+    """Sends a sequence's next decode before its token is known; see `gateway.engine.scheduler`."""
     enable_prefix_caching: bool = True
     """Keeps the blocks of what was computed, for prompts that begin alike."""
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     """Order of admission and preemption."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """Which sequence a row of a step belongs to, and how many tokens it samples."""
 
     sequence: Sequence

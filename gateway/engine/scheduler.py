@@ -6,9 +6,14 @@
 * Decodes first, then prompt chunks in order of service, under a token budget
   (`step_budget`: how much of each). The order of service is that of arrival, or
   of priority (`waiting_queue`).
-* Up to `max_steps_in_flight` steps travel through the stages at a time. A
-  sequence is in one sampling step at a time, but the chunks of its prompt may
-  follow each other without waiting for a result.
+* As many steps as there are stages travel through them at a time. The chunks of
+  a prompt follow each other without waiting for a result.
+* With `async_scheduling` there is one step more: a sequence's next decode is sent
+  while its token is still being sampled, as a reference that the first stage
+  replaces with what the last one hands it. So no stage waits for the way over the
+  gateway. A token past a stop is dropped. Never more than one decode ahead, and
+  never one that refers to a step less than a round before: it would make the
+  first stage wait while others have work for it.
 * A prompt starts behind what the prefix cache has of it (`block_manager`).
 * When blocks run out, the last in the order of service give theirs to earlier
   ones and are computed again later from their token log. A sequence never takes
@@ -31,7 +36,7 @@ from gateway.engine.scheduled_step import (
     SchedulerLimits,
     SequenceOutput,
 )
-from gateway.engine.sequence import Sequence, SequenceStatus
+from gateway.engine.sequence import ExpectedToken, Sequence, SequenceStatus
 from gateway.engine.sequence_blocks import SequenceBlocks
 from gateway.engine.step_budget import (
     StepCosts,
@@ -46,6 +51,8 @@ from services.errors import ContextTooLong, StageFailed
 from stagemesh.v1 import step_pb2
 
 SECONDS_PER_NS = 1e-9
+UNKNOWN_TOKEN = (0,)
+"""Stands where a reference gives the token."""
 
 
 @dataclass(slots=True)
@@ -53,16 +60,13 @@ class _Draft:
     """A step in the making."""
 
     step: step_pb2.Step
+    step_id: int
     free_steps: int
     """Steps that may still be sent before a result is due, this one included."""
     rows: list[ScheduledRow] = field(default_factory=list)
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     short_of_blocks: bool = False
-
-    @property
-    def step_id(self) -> int:
-        return self.step.step_id
 
 
 class Scheduler:
@@ -90,8 +94,9 @@ class Scheduler:
         )
         self._free_slots = list(range(self.limits.max_num_seqs))
         self._released_slots: list[int] = []
-        # Dicts stand for ordered sets. Every running sequence is in one of three places:
-        # its prompt is not sent yet, it is ready to decode, or its next token is on the way.
+        # Dicts stand for ordered sets. Every running sequence is in one of three places: its
+        # prompt is not sent yet, it is ready to decode (its token may still be expected), or
+        # nothing is to be sent before its token is known.
         self._running: dict[Sequence, None] = {}
         self._prefilling: list[Sequence] = []
         self._ready: dict[Sequence, None] = {}
@@ -164,6 +169,7 @@ class Scheduler:
             self._vacate(sequence)
             self._requeue(sequence)
         for sequence in self._waiting:
+            sequence.expected.clear()
             sequence.rows_in_flight = 0
             sequence.last_step_id = 0
         self._start_epoch(epoch)
@@ -173,11 +179,11 @@ class Scheduler:
 
         Call it until it returns None, after every `add`, `finish` and `apply`.
         """
-        free_steps = self._depth() - len(self._in_flight)
+        free_steps = self._most_in_flight() - len(self._in_flight)
         if free_steps <= 0:
             return None
         step = step_pb2.Step(epoch=self._epoch, step_id=self._next_step_id)
-        draft = _Draft(step, free_steps)
+        draft = _Draft(step, self._next_step_id, free_steps)
         self._add_decodes(draft)
         self._add_prompt_chunks(draft)
         if not draft.rows:
@@ -214,6 +220,7 @@ class Scheduler:
             token_ids = result_row.token_ids if result_row is not None else ()
             if result_row is None or not token_ids:
                 raise StageFailed(f"step {result.step_id} brought no token for its row {index}")
+            sequence.expected.popleft()
             accepted = self._accept(sequence, token_ids)
             logprobs = logprobs_from_proto(result_row, len(accepted))
             outputs.append(SequenceOutput(sequence, accepted, logprobs))
@@ -224,11 +231,11 @@ class Scheduler:
     def _num_decoding(self) -> int:
         return len(self._running) - len(self._prefilling)
 
-    def _depth(self) -> int:
-        # A decode batch more than there are stages would only make all of them smaller; but
-        # chunks of prompts lose nothing by queueing up while nobody decodes, and the first
-        # stage has its next one before the gateway has heard of the last.
-        if self._num_decoding() == 0:
+    def _most_in_flight(self) -> int:
+        # With one step more than there are stages, the first stage has its next one before the
+        # gateway has heard of the last. Chunks of prompts lose nothing by queueing up; decodes do,
+        # unless they are sent ahead: a batch more would make all of them smaller.
+        if self._num_decoding() == 0 or self.limits.async_scheduling:
             return self.limits.max_steps_in_flight + 1
         return self.limits.max_steps_in_flight
 
@@ -263,14 +270,17 @@ class Scheduler:
     # Filling a step.
 
     def _add_decodes(self, draft: _Draft) -> None:
-        if not self._ready:
+        latest = draft.step_id - self._num_batches()
+        ready = [sequence for sequence in self._ready if _can_decode(sequence, latest)]
+        if not ready:
             return
         depth = self.limits.max_steps_in_flight
+        free_batches = max(1, depth - len(self._in_flight))
         quota = min(
-            decode_quota(len(self._ready), self._num_decoding(), draft.free_steps, depth),
+            decode_quota(len(ready), self._num_decoding(), free_batches, depth),
             self.limits.max_num_batched_tokens,
         )
-        for sequence in list(self._ready):
+        for sequence in ready:
             if draft.num_tokens >= quota:
                 break
             if sequence not in self._ready:
@@ -278,6 +288,12 @@ class Scheduler:
             if self._make_room(draft, sequence, sequence.num_scheduled_tokens + 1):
                 del self._ready[sequence]
                 self._add_row(draft, sequence, 1)
+
+    def _num_batches(self) -> int:
+        """Steps of a round: after so many, a decode does not keep others waiting that could run."""
+        if self._prefilling or self._waiting:
+            return self.limits.max_steps_in_flight
+        return min(self.limits.max_steps_in_flight, self._num_decoding())
 
     def _add_prompt_chunks(self, draft: _Draft) -> None:
         if not self._prefilling and not self._waiting:
@@ -343,27 +359,41 @@ class Scheduler:
     def _add_row(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
         position = sequence.num_scheduled_tokens
         end = position + num_tokens
-        num_sampled = 1 if end == len(sequence.token_ids) else 0
-        draft.step.rows.add(
+        num_sampled = 1 if num_tokens == sequence.num_unscheduled_tokens else 0
+        row = draft.step.rows.add(
             slot=sequence.slot,
             position=position,
-            token_ids=sequence.token_ids[position:end],
-            new_block_ids=self._blocks.grow(sequence, end, draft.step_id),
+            token_ids=sequence.token_ids[position:end] or UNKNOWN_TOKEN,
             num_sampled=num_sampled,
         )
+        new_block_ids = self._blocks.grow(sequence, end, draft.step_id)
+        if new_block_ids:
+            row.new_block_ids.extend(new_block_ids)
+        if sequence.expected:
+            reference = row.references.add().reference
+            reference.step_id, reference.row = sequence.expected[0]
+        if num_sampled:
+            self._expect(draft, sequence)
         draft.rows.append(ScheduledRow(sequence, num_sampled))
         draft.num_tokens += num_tokens
         sequence.num_scheduled_tokens = end
         sequence.rows_in_flight += 1
         sequence.last_step_id = draft.step_id
 
+    def _expect(self, draft: _Draft, sequence: Sequence) -> None:
+        """The next row samples a token for the sequence."""
+        sequence.expected.append(ExpectedToken(draft.step_id, len(draft.rows)))
+        if self.limits.async_scheduling and sequence.num_tokens_to_come > 0:
+            self._ready[sequence] = None
+            draft.step.returns_tokens = True
+
     def _make_room(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
         """Sees to it that `num_tokens` of a sequence get blocks, at the cost of later ones."""
         needed = self._blocks.missing(sequence, num_tokens)
         while needed > self._blocks.num_free:
             draft.short_of_blocks = True
-            if self._blocks.come_free_for(needed):
-                return False  # Enough are on their way.
+            if sequence.expected or self._blocks.come_free_for(needed):
+                return False  # Its token may be its last; or enough are on their way.
             later = [
                 other
                 for other in self._running
@@ -384,7 +414,7 @@ class Scheduler:
                 break
         if sequence.finish_reason is not None:
             self._end(sequence)
-        elif sequence.status is SequenceStatus.RUNNING:
+        elif sequence.status is SequenceStatus.RUNNING and not sequence.expected:
             self._ready[sequence] = None
         return tuple(accepted)
 
@@ -417,6 +447,12 @@ class Scheduler:
         self._ready.pop(sequence, None)
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
+
+
+def _can_decode(sequence: Sequence, latest_step_id: int) -> bool:
+    """Whether its last token is known, or the only one expected and of that step or before."""
+    expected = sequence.expected
+    return not expected or (len(expected) == 1 and expected[0].step_id <= latest_step_id)
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

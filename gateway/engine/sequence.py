@@ -7,7 +7,9 @@ away and made again from the log. Preemption and recovery do exactly that.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
+from typing import NamedTuple
 
 from gateway.engine.types import FinishReason, SamplingParams, StopConditions
 
@@ -23,6 +25,13 @@ class SequenceStatus(Enum):
     """Holds nothing; results that still arrive for it are dropped."""
 
 
+class ExpectedToken(NamedTuple):
+    """A token that a step in flight samples: where it will be found."""
+
+    step_id: int
+    row: int
+
+
 class Sequence:
     """State of one choice. Written by the scheduler only."""
 
@@ -32,6 +41,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "choice_index",
+        "expected",
         "finish_reason",
         "last_step_id",
         "num_cached_tokens",
@@ -72,6 +82,8 @@ class Sequence:
         self.prompt_length = len(prompt_token_ids)
         self.token_ids: list[int] = list(prompt_token_ids)
         """The log: prompt and output so far."""
+        self.expected: deque[ExpectedToken] = deque()
+        """Tokens that come behind the log, in order, once their steps are done."""
         self.status = SequenceStatus.WAITING
         self.arrival = 0
         """Order of arrival."""
@@ -103,9 +115,15 @@ class Sequence:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Tokens of the log that the stages have not been sent: 0 while the next one is
-        being sampled, 1 when the sequence can decode, more in a prompt."""
-        return len(self.token_ids) - self.num_scheduled_tokens
+        """Tokens that the stages have not been sent, those counted that they are sampling: 1 when
+        the sequence decodes, more in a prompt."""
+        return len(self.token_ids) + len(self.expected) - self.num_scheduled_tokens
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """Tokens that may still be sampled, apart from those that are expected."""
+        known = len(self.token_ids) - self.prompt_length
+        return self.stop.max_tokens - known - len(self.expected)
 
     @property
     def most_cached_tokens(self) -> int:
@@ -118,9 +136,10 @@ class Sequence:
         Sets `finish_reason`, and `stop_reason` to the token id that stopped it.
         """
         self.token_ids.append(token_id)
-        if token_id in self.stop.stop_token_ids:
+        stop = self.stop
+        if token_id in stop.stop_token_ids:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = token_id
-        elif self.num_output_tokens >= self.stop.max_tokens:
+        elif len(self.token_ids) - self.prompt_length >= stop.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None

@@ -65,7 +65,7 @@ class SequenceBlocks:
 
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that a sequence lacks for its first `num_tokens` tokens."""
-        return self._manager.blocks_for(num_tokens) - len(sequence.block_table)
+        return -(-num_tokens // self._block_size) - len(sequence.block_table)
 
     def come_free_for(self, count: int) -> bool:
         """Whether the steps in flight will leave `count` blocks."""
@@ -79,9 +79,15 @@ class SequenceBlocks:
         """Makes room for a row of step `step_id` that ends before position `end`, and
         registers the blocks that it fills. Returns what the stages do not know of the table."""
         table = sequence.block_table
-        self._manager.extend(table, end)
-        if self._caches and end // self._block_size > sequence.num_registered_blocks:
-            self._register(sequence, end // self._block_size, step_id)
+        if end > len(table) * self._block_size:
+            self._manager.extend(table, end)
+        # A block that ends with a token which is still expected gets its name with a later row.
+        if self._caches:
+            num_full = min(end, len(sequence.token_ids)) // self._block_size
+            if num_full > sequence.num_registered_blocks:
+                self._register(sequence, num_full, step_id)
+        if sequence.num_sent_blocks == len(table):
+            return []
         unsent = table[sequence.num_sent_blocks :]
         sequence.num_sent_blocks = len(table)
         return unsent

@@ -61,18 +61,15 @@ class StepCosts:
         return None if each <= 0 else int(seconds / each)
 
 
-def decode_quota(num_ready: int, num_decoding: int, free_steps: int, depth: int) -> int:
+def decode_quota(num_ready: int, num_decoding: int, free_batches: int, num_batches: int) -> int:
     """Decodes in the next step, of `num_ready` that could go into it.
 
-    `num_decoding` counts those on their way too; `free_steps` may still be sent before a
-    result is due, this one included; `depth` is how many are in flight at most.
+    `num_decoding` counts those on their way too. Decodes travel in `num_batches`, of which
+    `free_batches` are not on their way, this one included.
     """
-    # The first bound spreads what is ready over the steps that can still be sent; the
-    # second keeps an even share when the batches in flight have become uneven.
-    return min(
-        _ceil_div(num_ready, min(free_steps, depth)),
-        _ceil_div(num_decoding, depth),
-    )
+    # The first bound spreads what is ready over the batches that can still be sent; the
+    # second keeps an even share when those in flight have become uneven.
+    return min(_ceil_div(num_ready, free_batches), _ceil_div(num_decoding, num_batches))
 
 
 def lone_prompt_chunk(whole: int, pending: int, num_stages: int, min_chunk: int) -> int:

@@ -255,6 +255,13 @@ SERVE_GROUPS = (
                 metavar="{fcfs,priority}",
             ),
             Flag(
+                ("--async-scheduling",),
+                values.switch,
+                "send a sequence's next step while its token is still being sampled (default: on, "
+                "but off on a CPU, whose cores the gateway needs itself)",
+                arity=Arity.SWITCH,
+            ),
+            Flag(
                 ("--enable-prefix-caching",),
                 values.switch,
                 "keep what was computed for prompts that begin alike (default: on)",

@@ -116,11 +116,18 @@ class SimulatedMesh:
         max_num_batched_tokens: int,
         num_stages: int,
         stage_seconds: float | Callable[[step_pb2.Step], float] = 1.0,
+        round_trip_seconds: float = 0.0,
         epoch: int = 1,
     ) -> None:
         self.num_stages = num_stages
         self.epoch = epoch
         self.stage_seconds = stage_seconds
+        self.round_trip_seconds = round_trip_seconds
+        """From the end of a step to the entry of one that follows from its result."""
+        self._sampled: dict[tuple[int, int], tuple[_Slot, int, int]] = {}
+        """(step id, row) -> slot, position and token that it samples; of steps that return them."""
+        self._finish_times: dict[int, float] = {}
+        self.num_references = 0
         self.entries: dict[tuple[int, int], float] = {}
         """(step id, stage) -> virtual time of entry."""
         self.steps: list[step_pb2.Step] = []
@@ -140,8 +147,10 @@ class SimulatedMesh:
 
     @property
     def next_finish_time(self) -> float | None:
-        """When the oldest step leaves the last stage; None when the mesh is empty."""
-        return self._flights[0].finish_time if self._flights else None
+        """When the result of the oldest step is known; None when the mesh is empty."""
+        if not self._flights:
+            return None
+        return self._flights[0].finish_time + self.round_trip_seconds
 
     def send(self, step: step_pb2.Step, now: float) -> None:
         """Enters a step; every rule of step.proto is checked."""
@@ -161,19 +170,28 @@ class SimulatedMesh:
         assert len(step.rows) > 0
         assert sum(len(row.token_ids) for row in step.rows) <= self._max_num_batched_tokens
         assert len({row.slot for row in step.rows}) == len(step.rows)
+        self._resolve(step)
         reads = [self._write(row) for row in step.rows]
+        self._record(step, reads)
         seconds = (
             self.stage_seconds
             if isinstance(self.stage_seconds, float)
             else (self.stage_seconds(step))
         )
-        time = now
+        # The first stage waits for what the step refers to.
+        time = max(
+            [
+                now,
+                *(self._finish_times[r.reference.step_id] for w in step.rows for r in w.references),
+            ]
+        )
         for stage in range(self.num_stages):
             time = max(time, self._stage_free[stage])
             self.entries[step.step_id, stage] = time
             time += seconds
             self._stage_free[stage] = time
         self.busy_seconds += seconds
+        self._finish_times[step.step_id] = time
         self._flights.append(_Flight(step, time, seconds, reads))
 
     def finish_next(self) -> step_pb2.StepResult:
@@ -191,6 +209,30 @@ class SimulatedMesh:
             if read.slot.num_logprobs is not None:
                 result_row.logprobs.add(logprob=-token_id / 128)
         return result
+
+    def _resolve(self, step: step_pb2.Step) -> None:
+        """Puts sampled tokens in the place of references, as the first stage does."""
+        for row in step.rows:
+            for given in row.references:
+                found = self._sampled.get((given.reference.step_id, given.reference.row))
+                assert found is not None, "a reference to a step that does not return its tokens"
+                slot, position, token_id = found
+                assert given.reference.index == 0
+                assert slot is self._slots[row.slot], "a reference to another sequence's token"
+                assert position == row.position + given.query_index
+                assert row.token_ids[given.query_index] == 0
+                row.token_ids[given.query_index] = token_id
+                self.num_references += 1
+
+    def _record(self, step: step_pb2.Step, reads: list[_Read]) -> None:
+        """What the step will sample; the model is known, so the future is."""
+        if not step.returns_tokens:
+            return
+        for index, (row, read) in enumerate(zip(step.rows, reads, strict=True)):
+            if row.num_sampled:
+                context = self._context(read.block_table, read.num_tokens)
+                token_id = sample(context, read.slot.seed, read.slot.choice_index)
+                self._sampled[step.step_id, index] = (read.slot, read.num_tokens, token_id)
 
     def _write(self, row: step_pb2.StepRow) -> _Read:
         slot = self._slots[row.slot]

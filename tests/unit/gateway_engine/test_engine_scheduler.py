@@ -24,6 +24,8 @@ def simulation(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
     min_prompt_chunk_tokens: int = 128,
+    async_scheduling: bool = False,
+    round_trip_seconds: float = 0.0,
 ) -> Simulation:
     limits = SchedulerLimits(
         num_blocks=num_blocks,
@@ -32,6 +34,7 @@ def simulation(
         max_num_batched_tokens=max_num_batched_tokens,
         max_steps_in_flight=num_stages,
         min_prompt_chunk_tokens=min_prompt_chunk_tokens,
+        async_scheduling=async_scheduling,
     )
     mesh = SimulatedMesh(
         num_blocks=num_blocks,
@@ -39,6 +42,7 @@ def simulation(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_stages=num_stages,
+        round_trip_seconds=round_trip_seconds,
     )
     return Simulation(Scheduler(limits, epoch=1), mesh)
 
@@ -447,5 +451,5 @@ def test_a_step_message_carries_what_changed() -> None:
 
 @pytest.mark.parametrize("num_rows", LIMIT_MILLISECONDS)
 def test_a_step_costs_the_gateway_little(num_rows: int) -> None:
-    """CPU time to read a result, apply it, and make and encode the next step."""
-    assert sum(measure(num_rows).values()) <= LIMIT_MILLISECONDS[num_rows]
+    """CPU time to read a result, apply it, and make and encode the next step, undisturbed."""
+    assert sum(measure(num_rows, min).values()) <= LIMIT_MILLISECONDS[num_rows]

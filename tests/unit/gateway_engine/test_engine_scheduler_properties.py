@@ -43,6 +43,7 @@ class Setting:
     max_num_batched_tokens: int
     min_prompt_chunk_tokens: int
     enable_prefix_caching: bool = True
+    async_scheduling: bool = True
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
 
 
@@ -56,6 +57,7 @@ SETTINGS = st.builds(
     max_num_batched_tokens=st.integers(1, 24),
     min_prompt_chunk_tokens=st.integers(1, 16),
     enable_prefix_caching=st.booleans(),
+    async_scheduling=st.booleans(),
     policy=st.sampled_from(SchedulingPolicy),
 )
 VISITS = st.lists(
@@ -82,6 +84,7 @@ def build(setting: Setting) -> Simulation:
         max_steps_in_flight=setting.depth,
         min_prompt_chunk_tokens=setting.min_prompt_chunk_tokens,
         enable_prefix_caching=setting.enable_prefix_caching,
+        async_scheduling=setting.async_scheduling,
         policy=setting.policy,
     )
     mesh = SimulatedMesh(
@@ -144,6 +147,7 @@ def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list
     sim.run(actions)
     check_ends(sim, setting, sequences)
     event(f"cached: {min(sim.mesh.num_cached_tokens, 1)}")
+    event(f"references: {min(sim.mesh.num_references, 1)}")
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""The prefix cache of a served mesh: the same text, less work, and told to the client."""
+"""Prefix cache and decodes sent ahead of their token: less work and waiting, the same text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLLOWERS = 8
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prefix-cache") / "tiny"
+    path = tmp_path_factory.mktemp("scheduling") / "tiny"
     return make_tiny_llama(path, tied=True, shape=TinyShape(num_layers=4))
 
 
@@ -33,7 +33,8 @@ def prompts() -> list[list[int]]:
 
 
 async def ask_all(mesh: MeshProcess) -> list[Generation]:
-    """The first alone, then the others together."""
+    """The first alone, then the others together; then those whose tokens depend on earlier ones,
+    on noise, or end early."""
     first, *others = prompts()
     async with AsyncClient(mesh.grpc_address) as client:
 
@@ -42,7 +43,21 @@ async def ask_all(mesh: MeshProcess) -> list[Generation]:
                 token_ids=token_ids, max_tokens=24, temperature=0, ignore_eos=True
             )
 
-        return [await ask(first), *await asyncio.gather(*map(ask, others))]
+        async def draw(seed: int) -> Generation:
+            return await client.generate(
+                token_ids=others[-1][:20],
+                max_tokens=30,
+                temperature=0.9,
+                seed=seed,
+                repetition_penalty=1.3,
+                presence_penalty=0.5,
+                logit_bias={7: 2.0},
+                stop_token_ids=list(range(0, VOCAB_SIZE, 16)),
+                n=2,
+            )
+
+        alike = [await ask(first), *await asyncio.gather(*map(ask, others))]
+        return [*alike, *await asyncio.gather(*map(draw, range(6)))]
 
 
 def counter(mesh: MeshProcess, name: str) -> float:
@@ -51,18 +66,22 @@ def counter(mesh: MeshProcess, name: str) -> float:
     return float(value)
 
 
+def tokens(answers: list[Generation]) -> list[list[tuple[int, ...]]]:
+    return [[choice.token_ids for choice in answer.choices] for answer in answers]
+
+
 def test_text_is_the_same_with_and_without(tiny: Path) -> None:
-    with MeshProcess(tiny, "-pp", "2") as mesh:
+    with MeshProcess(tiny, "-pp", "2", "--async-scheduling") as mesh:
         cached = asyncio.run(ask_all(mesh))
         hits = counter(mesh, "stagemesh_prefix_cache_hits_total")
-        queries = counter(mesh, "stagemesh_prefix_cache_queries_total")
-    with MeshProcess(tiny, "-pp", "2", "--no-enable-prefix-caching") as mesh:
+    flags = ("--no-enable-prefix-caching", "--no-async-scheduling")
+    with MeshProcess(tiny, "-pp", "2", *flags) as mesh:
         plain = asyncio.run(ask_all(mesh))
         assert counter(mesh, "stagemesh_prefix_cache_queries_total") == 0
-    assert [answer.token_ids for answer in cached] == [answer.token_ids for answer in plain]
-    assert len({answer.token_ids for answer in cached}) > 1
+    assert tokens(cached) == tokens(plain)
+    drawn = [choice for answer in cached[-6:] for choice in answer.choices]
+    assert {choice.finish_reason for choice in drawn} == {"stop", "length"}
     shared = [0, *[PREFIX_TOKENS] * (FOLLOWERS - 1), 0]
-    assert [answer.usage.cached_prompt_tokens for answer in cached] == shared
+    assert [answer.usage.cached_prompt_tokens for answer in cached[: len(shared)]] == shared
     assert all(answer.usage.cached_prompt_tokens == 0 for answer in plain)
-    assert hits == sum(shared)
-    assert queries == sum(map(len, prompts()))
+    assert hits >= sum(shared)
