@@ -18,8 +18,13 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 /* A panel is PANEL output features, stored input feature by input feature: [in][PANEL]. */
 #define PANEL (2 * LANES)
-/* Rows at a time: 2 x 6 sums, 2 weights and 1 input are 15 of AVX2's 16 registers. */
+/* Rows at a time: 2 x 6 sums, 2 weights and 1 input are 15 of AVX2's 16 registers; where there are
+ * 32, more rows share a weight. */
+#if defined(__AVX512VL__) || defined(__aarch64__)
+#define ROWS 8
+#else
 #define ROWS 6
+#endif
 /* `soon` is where the next panel begins to be fetched from, `step` floats for each input: several
  * passes over one panel share the fetching of the next, so that memory is never idle. */
 #define DEFINE_PANEL(M)                                                                           \
@@ -50,6 +55,8 @@ DEFINE_PANEL(3)
 DEFINE_PANEL(4)
 DEFINE_PANEL(5)
 DEFINE_PANEL(6)
+DEFINE_PANEL(7)
+DEFINE_PANEL(8)
 
 static void panel(int rows, const float *x, size_t in, const float *w, const float *bias, float *y,
                   size_t stride, const float *soon, size_t step) {
@@ -59,7 +66,9 @@ static void panel(int rows, const float *x, size_t in, const float *w, const flo
     case 3: panel_3(x, in, w, bias, y, stride, soon, step); break;
     case 4: panel_4(x, in, w, bias, y, stride, soon, step); break;
     case 5: panel_5(x, in, w, bias, y, stride, soon, step); break;
-    default: panel_6(x, in, w, bias, y, stride, soon, step);
+    case 6: panel_6(x, in, w, bias, y, stride, soon, step); break;
+    case 7: panel_7(x, in, w, bias, y, stride, soon, step); break;
+    default: panel_8(x, in, w, bias, y, stride, soon, step);
     }
 }
 
