@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.doctor.findings import Check, Finding, failed, ok, warning
+from services.doctor.findings import Check, Finding, failed, ok, refused, warning
+from services.errors import ConfigError
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.fit import (
     DeviceMemory,
     MemoryPool,
+    check_kv_cache,
     device_pool,
     host_pool,
     shortages,
@@ -44,6 +46,11 @@ def check_memory(
 ) -> Iterator[Finding]:
     """`placements` are this node's and `others` those of the other nodes, whose memory is taken
     as equal where it counts for a partition; `memory` is None where nobody can tell it."""
+    try:
+        check_kv_cache(facts, shape, demand)
+    except ConfigError as error:
+        yield refused(Check.MEMORY, error)
+        return
     stages = predict(facts, shape, demand)
     needed = "; ".join(
         f"stage {place.pp_rank} {human_bytes(demand.required_bytes(stages[place.pp_rank]))}"

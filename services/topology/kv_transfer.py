@@ -30,7 +30,7 @@ _KEYS = (
     "kv_load_failure_policy",
 )
 _SIDE_KEYS = ("tp_size", "pp_size", "dp_size", "pp_layer_partition")
-_MAX_CONNECTORS = 16
+MAX_CONNECTORS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def _read(content: Mapping[str, object], where: str, depth: int) -> KvTransferCo
     # Every connector has keys of its own there, so others than those of both sides are let be.
     sides = options.section("kv_connector_extra_config", None)
     parts = sides.objects("connectors") if depth == 0 else ()
-    if len(parts) > _MAX_CONNECTORS:
-        raise ValueError(f"has {len(parts)} connectors in one; at most {_MAX_CONNECTORS}")
+    if len(parts) > MAX_CONNECTORS:
+        raise ValueError(f"has {len(parts)} connectors in one; at most {MAX_CONNECTORS}")
     read = (
         _read(part, f"{sides.where}.connectors[{index}]", depth + 1)
         for index, part in enumerate(parts)

@@ -99,7 +99,7 @@ def test_a_damaged_model(healthy: Path, tmp_path: Path, damage: Damage, expected
         (("--dtype", "int4"), ("--dtype", "int4")),
         (("--device", "npu"), ("--device npu", "no npu device")),
         (("--max-num-seqs", "0"), ("--max-num-seqs",)),
-        (("--enable-prefix-caching",), ("vLLM has --enable-prefix-caching",)),
+        (("--enable-lora",), ("vLLM has --enable-lora",)),
     ],
 )
 def test_flags_that_do_not_fit(

@@ -110,3 +110,11 @@ def test_a_fixed_cache_is_counted(facts: ModelFacts) -> None:
     (finding,) = check_memory(facts, LOPSIDED, large, placements, memory)
     assert finding.outcome is Outcome.FAILED
     assert "KV cache 1.0 TiB" in finding.what
+
+
+def test_a_fixed_cache_below_one_sequence_is_said_as_serve_says_it(facts: ModelFacts) -> None:
+    placements = place(LOPSIDED, [NodeDevices(0, "a", "npu", 2)])
+    small = replace(DEMAND, kv_cache_bytes=4096)
+    (finding,) = check_memory(facts, LOPSIDED, small, placements, None)
+    assert finding.outcome is Outcome.FAILED
+    assert finding.what.startswith("--kv-cache-memory-bytes 4096 gives stage 1 room for 0 blocks")
