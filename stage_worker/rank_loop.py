@@ -42,6 +42,9 @@ _T = TypeVar("_T")
 
 MAX_QUEUED_COMMANDS = 256
 """The scheduler keeps far fewer steps in flight; a full queue makes the reader wait."""
+MAX_WAITING_RESULTS = 7
+"""Results that wait for the next one: eight steps in one message. Writing one, passing it on and
+reading it took about 0.5 ms of CPU in three processes, on every stage."""
 MAX_PENDING_SENDS = 4
 """Tensors on their way to the next stage before a send waits for the oldest."""
 
@@ -94,6 +97,8 @@ class RankLoop:
         self._failed = False
         self._timer = StageTimer()
         self._next: _Ahead | rank_pb2.RankCommand | None = None
+        self._waiting: list[step_pb2.StepResult] = []
+        self._waiting_lock = threading.Lock()
 
     # On the reader thread.
 
@@ -149,6 +154,7 @@ class RankLoop:
 
     def send_alive(self) -> None:
         """Says that the process is not frozen, whatever its main loop does."""
+        self._send_waiting()
         alive = rank_pb2.RankAlive(
             last_step_id=self._last_step_id, memory_peak_bytes=self._platform.memory_peak_bytes()
         )
@@ -174,6 +180,7 @@ class RankLoop:
             if isinstance(item, _Ahead):
                 self._guard(self._run_step, item, step_id=item.queued.step.step_id)
                 continue
+            self._send_waiting()
             match item.WhichOneof("command"):
                 case "open_store":
                     self._guard(self._open_store, item.open_store)
@@ -210,6 +217,7 @@ class RankLoop:
 
     def _fail(self, error: Exception, reason: str, step_id: int | None) -> None:
         self._failed = True
+        self._send_waiting()
         known = isinstance(error, StagemeshError | PeerLost)
         self._emit(
             rank_pb2.RankEvent(
@@ -291,7 +299,7 @@ class RankLoop:
         if self._failed:
             return
         step = ahead.queued.step
-        runner = self._runner_for(step)
+        runner = self._runner_for(step, self._last_step_id)
         prepared = ahead.prepared or runner.prepare(step)
         self._timer.enter(Phase.RECEIVE)
         self._returned.expect(step.step_id, ahead.queued.tokens)
@@ -299,34 +307,55 @@ class RankLoop:
         returned = self._returned.wait(prepared.referred)
         compute_start_ns = self._timer.enter(Phase.COMPUTE)
         output = runner.compute(prepared, received, returned)
-        self._last_step_id = step.step_id
         if self._platform.runs_ahead:
-            self._next = self._prepare_ahead()
+            self._next = self._prepare_ahead(step.step_id)
         self._platform.synchronize()
         compute_end_ns = self._timer.enter(Phase.SEND)
         if output.returned is not None:
             self._returned.put(step.step_id, output.returned)
             self._plane.return_tokens(output.returned, MAX_PENDING_SENDS)
         self._plane.send(output.sent, MAX_PENDING_SENDS)
+        self._last_step_id = step.step_id
         clock = self._timer.finish_step(compute_start_ns, compute_end_ns)
         result = step_pb2.StepResult(
             epoch=step.epoch, step_id=step.step_id, rows=output.rows, clock=clock
         )
-        self._emit(rank_pb2.RankEvent(result=result))
+        # Of a stage that sends activations on, nobody waits for more than clocks.
+        self._answer(result, may_wait=bool(output.sent))
 
-    def _runner_for(self, step: step_pb2.Step) -> StageRunner:
-        """Raises `StagemeshError` for a step whose turn it is not."""
+    def _answer(self, result: step_pb2.StepResult, *, may_wait: bool) -> None:
+        """Sends a result, with those that waited for it; or lets it wait itself while there is a
+        step to go on with."""
+        busy = self._next is not None or not self._queue.empty()
+        with self._waiting_lock:
+            self._waiting.append(result)
+            if may_wait and busy and len(self._waiting) <= MAX_WAITING_RESULTS:
+                return
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Sends what waits as one result; also from the heartbeat, so that a stall hides none."""
+        with self._waiting_lock:
+            if not self._waiting:
+                return
+            *earlier, last = self._waiting
+            self._waiting.clear()
+            last.earlier_clocks.extend(result.clock for result in earlier)
+            self._emit(rank_pb2.RankEvent(result=last))
+
+    def _runner_for(self, step: step_pb2.Step, last_step_id: int) -> StageRunner:
+        """Raises `StagemeshError` for a step whose turn after `last_step_id` it is not."""
         if self._runner is None or step.epoch != self._epoch:
             raise StagemeshError(
                 f"step {step.step_id} is of epoch {step.epoch}; this rank is in epoch {self._epoch}"
             )
-        if step.step_id != self._last_step_id + 1:
+        if step.step_id != last_step_id + 1:
             raise StagemeshError(
-                f"step {step.step_id} does not follow step {self._last_step_id}; it was not applied"
+                f"step {step.step_id} does not follow step {last_step_id}; it was not applied"
             )
         return self._runner
 
-    def _prepare_ahead(self) -> _Ahead | rank_pb2.RankCommand | None:
+    def _prepare_ahead(self, last_step_id: int) -> _Ahead | rank_pb2.RankCommand | None:
         """Takes the next command, if one is there, and prepares it where it is a step.
 
         The device computes meanwhile. What is wrong with the step is said in its turn:
@@ -339,7 +368,7 @@ class RankLoop:
         if not isinstance(item, QueuedStep):
             return item
         try:
-            return _Ahead(item, self._runner_for(item.step).prepare(item.step))
+            return _Ahead(item, self._runner_for(item.step, last_step_id).prepare(item.step))
         except StagemeshError:
             return _Ahead(item, None)
 

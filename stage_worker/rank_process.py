@@ -157,6 +157,7 @@ class RankProcess:
                 self._on_result(self.tp_rank, event.result)
             elif kind == "alive":
                 self._memory_peak_bytes = event.alive.memory_peak_bytes
+                self.last_step_id = max(self.last_step_id, event.alive.last_step_id)
             elif kind == "load_progress":
                 if self._calls and (report := self._calls[0].on_progress) is not None:
                     report(event.load_progress)

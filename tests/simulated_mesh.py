@@ -157,3 +157,9 @@ def read_trace(directory: Path) -> list[StageStep]:
 def of_stage(steps: Sequence[StageStep], stage: int) -> list[StageStep]:
     """The steps of one stage, in order."""
     return [step for step in steps if step.stage == stage]
+
+
+def step_seconds(steps: Sequence[StageStep], pp_size: int) -> float:
+    """Seconds from one step to the next where they leave the pipeline, on average."""
+    last = of_stage(steps, pp_size - 1)
+    return (last[-1].end - last[0].end) / (len(last) - 1)

@@ -132,7 +132,8 @@ class MeshPipeline:
                     if pp_rank == self._last_pp_rank:
                         self._results.put_nowait(response.result)
                         self._on_step(now - self._sent_at.popleft())
-                    self._on_stage_step(pp_rank, response.result)
+                    for result in results_of(response.result):
+                        self._on_stage_step(pp_rank, result)
         except grpc.aio.AioRpcError as error:
             self.fail(stage.client.gone(error))
         else:
@@ -153,6 +154,18 @@ class MeshPipeline:
             self._failure = failure
             self._failed.set()
             self._results.put_nowait(failure)
+
+
+def results_of(result: step_pb2.StepResult) -> list[step_pb2.StepResult]:
+    """One result for each step that `result` answers for, oldest first; itself the last."""
+    if not result.earlier_clocks:
+        return [result]
+    first = result.step_id - len(result.earlier_clocks)
+    earlier = [
+        step_pb2.StepResult(epoch=result.epoch, step_id=step_id, clock=clock)
+        for step_id, clock in enumerate(result.earlier_clocks, start=first)
+    ]
+    return [*earlier, result]
 
 
 async def _drain(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:

@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+from functools import cache
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -25,7 +26,7 @@ def die_with_parent(parent_pid: int) -> None:
     this process has another parent already and leaves at once.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 
@@ -38,4 +39,10 @@ def allow_late_timers(slack_seconds: float) -> None:
     """
     if sys.platform == "linux":
         nanoseconds = int(slack_seconds * 1e9)
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, nanoseconds, 0, 0, 0)
+        _libc().prctl(_PR_SET_TIMERSLACK, nanoseconds, 0, 0, 0)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    # Opening it takes longer than a call.
+    return ctypes.CDLL(None, use_errno=True)

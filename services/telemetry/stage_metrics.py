@@ -65,6 +65,16 @@ class BusyWindow:
             del self._busy_seconds[old]
 
 
+@dataclass(frozen=True, slots=True)
+class _StageSeries:
+    """The series of one stage: they move with every step, so they are looked up once."""
+
+    steps: Counter
+    phases: tuple[Counter, ...]
+    """As `STAGE_PHASES`."""
+    window: BusyWindow
+
+
 class StageMetrics:
     """Clocks, latency, bubble and memory of all stages."""
 
@@ -72,7 +82,7 @@ class StageMetrics:
         self, registry: CollectorRegistry, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._now = now
-        self._windows: dict[tuple[str, str], BusyWindow] = {}
+        self._stages: dict[tuple[int, int], _StageSeries] = {}
         self._memory: Callable[[], Iterable[StageMemory]] = tuple
         self._seconds = Counter(
             "stagemesh_stage_seconds",
@@ -97,15 +107,18 @@ class StageMetrics:
 
     def observe_stage(self, replica: int, stage: int, clock: step_pb2.StageClock) -> None:
         """A stage has done a step."""
-        labels = (str(replica), str(stage))
-        self._steps.labels(*labels).inc()
+        series = self._stages.get((replica, stage))
+        if series is None:
+            series = self._stages[replica, stage] = self._new_series(str(replica), str(stage))
+        series.steps.inc()
         phases = (clock.control_wait_ns, clock.receive_ns, clock.compute_ns, clock.send_ns)
-        for phase, nanoseconds in zip(STAGE_PHASES, phases, strict=True):
-            self._seconds.labels(*labels, phase).inc(nanoseconds * NANOSECONDS)
-        window = self._windows.get(labels)
-        if window is None:
-            window = self._windows[labels] = BusyWindow(self._now)
-        window.add(clock.compute_ns * NANOSECONDS)
+        for counter, nanoseconds in zip(series.phases, phases, strict=True):
+            counter.inc(nanoseconds * NANOSECONDS)
+        series.window.add(clock.compute_ns * NANOSECONDS)
+
+    def _new_series(self, replica: str, stage: str) -> _StageSeries:
+        phases = tuple(self._seconds.labels(replica, stage, phase) for phase in STAGE_PHASES)
+        return _StageSeries(self._steps.labels(replica, stage), phases, BusyWindow(self._now))
 
     def observe_step(self, replica: int, seconds: float) -> None:
         """A step has passed all stages."""
@@ -122,8 +135,8 @@ class StageMetrics:
             f"Share of the last {BUBBLE_WINDOW_SECONDS} s in which a stage did not compute.",
             labels=STAGE_LABELS,
         )
-        for labels, window in self._windows.items():
-            bubble.add_metric(labels, window.bubble_ratio())
+        for (replica, stage), series in self._stages.items():
+            bubble.add_metric((str(replica), str(stage)), series.window.bubble_ratio())
         peak = GaugeMetricFamily(
             "stagemesh_stage_memory_peak_bytes",
             "Most memory that a rank of the stage has held: of its device, on a CPU of its "

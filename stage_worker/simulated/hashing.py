@@ -43,18 +43,17 @@ def checked(given: np.ndarray, read: np.ndarray) -> np.ndarray:
     return np.where(given == read, given, mix(given ^ mix(read)))
 
 
-def pack(words: np.ndarray, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Words [n, 2] uint64 in the rows of an activation [n, *row_shape]."""
-    activation = torch.zeros((len(words), *row_shape), dtype=dtype)
-    rows = activation.view(len(words), -1).view(torch.uint8)
-    rows[:, :ROW_BYTES] = torch.from_numpy(words.view(np.uint8).reshape(len(words), ROW_BYTES))
-    return activation
+def pack(words: np.ndarray, row_size: int, dtype: torch.dtype) -> Tensor:
+    """Words [n, 2] uint64 in the rows of an activation [n, row_size]."""
+    rows = np.zeros((len(words), row_size * dtype.itemsize), np.uint8)
+    rows[:, :ROW_BYTES] = words.view(np.uint8).reshape(len(words), ROW_BYTES)
+    return torch.from_numpy(rows).view(dtype)
 
 
 def unpack(activation: Tensor) -> np.ndarray:
     """The words [n, 2] uint64 that `pack` put there."""
-    rows = activation.reshape(len(activation), -1).view(torch.uint8)
-    return rows[:, :ROW_BYTES].contiguous().numpy().view(np.uint64)
+    rows = activation.view(torch.uint8).numpy()
+    return np.ascontiguousarray(rows[:, :ROW_BYTES]).view(np.uint64)
 
 
 def context_tokens(metadata: AttentionMetadata) -> int:

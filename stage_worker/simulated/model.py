@@ -133,7 +133,7 @@ class SimulatedModel:
         return logits.scatter_(1, tokens[:, None], CERTAIN_LOGIT)
 
     def _pack(self, words: np.ndarray) -> Tensor:
-        return hashing.pack(words, (self.facts.hidden_size,), self._dtype)
+        return hashing.pack(words, self.facts.hidden_size, self._dtype)
 
     def _cost_ns(self, metadata: AttentionMetadata) -> int:
         costs = self._plan.simulated_costs

@@ -142,16 +142,18 @@ class StageClock(_message.Message):
     def __init__(self, control_wait_ns: _Optional[int] = ..., receive_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., send_ns: _Optional[int] = ..., compute_start_ns: _Optional[int] = ..., compute_end_ns: _Optional[int] = ..., end_ns: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "rows", "clock")
+    __slots__ = ("epoch", "step_id", "rows", "clock", "earlier_clocks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_CLOCKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     rows: _containers.RepeatedCompositeFieldContainer[ResultRow]
     clock: StageClock
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[ResultRow, _Mapping]]] = ..., clock: _Optional[_Union[StageClock, _Mapping]] = ...) -> None: ...
+    earlier_clocks: _containers.RepeatedCompositeFieldContainer[StageClock]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[ResultRow, _Mapping]]] = ..., clock: _Optional[_Union[StageClock, _Mapping]] = ..., earlier_clocks: _Optional[_Iterable[_Union[StageClock, _Mapping]]] = ...) -> None: ...
 
 class StageError(_message.Message):
     __slots__ = ("reason", "message", "pp_rank", "tp_rank", "epoch", "step_id")

@@ -200,6 +200,6 @@ def test_numpy_and_plain_integers_agree(values: list[int]) -> None:
 @given(words, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_words_survive_an_activation(values: list[int], dtype: torch.dtype) -> None:
     pairs = np.array(values, np.uint64).repeat(2).reshape(-1, 2)
-    packed = hashing.pack(pairs, (24,), dtype)
+    packed = hashing.pack(pairs, 24, dtype)
     assert (packed.shape, packed.dtype) == (torch.Size([len(values), 24]), dtype)
     assert hashing.unpack(packed).tolist() == pairs.tolist()
