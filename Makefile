@@ -105,7 +105,7 @@ $(SERVE_STAMP): constraints.txt $(PROJECT_FILES) | $(BIN)/python
 
 # One installation for both: what tests need holds what serving needs.
 $(TEST_STAMP): constraints.txt $(PROJECT_FILES) | $(BIN)/python
-	@echo "Installing Stagemesh [$(SERVE_EXTRAS),dev] into $(VENV) (some minutes the first time)"
+	@echo "Installing Stagemesh [$(SERVE_EXTRAS),ray,dev] into $(VENV) (some minutes the first time)"
 	@$(PIP_INSTALL) setuptools
-	@$(PIP_INSTALL) --no-build-isolation -e ./stagemesh -e '.[$(SERVE_EXTRAS),dev]'
+	@$(PIP_INSTALL) --no-build-isolation -e ./stagemesh -e '.[$(SERVE_EXTRAS),ray,dev]'
 	@touch $(SERVE_STAMP) $@

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from pathlib import Path
 
 import uvloop
@@ -33,11 +32,10 @@ from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.membership import Membership
 from services.control.service import ControlService
 from services.errors import ConfigError, StagemeshError, UsageError, failure_of
-from services.launch.local import LocalLauncher, LocalWorkers
+from services.launch.deployment import Deployment, deploy
+from services.launch.launcher import Launcher
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
-from services.mesh_plan import MeshPlan, check_memory, make_plan
-from services.models.resolve import resolve_model
-from services.rpc.addresses import check_master_address, join_host_port
+from services.rpc.addresses import join_host_port
 from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
 from services.telemetry.metrics import Metrics
@@ -74,40 +72,36 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     setup_logging(process="gateway")
     # The engine waits for events; its timers are deadlines of seconds.
     allow_late_timers(TIMER_SLACK_SECONDS)
-    try:
-        plan, assets = _prepare(config, own_devices=launch_workers)
-        trace = None if config.step_trace is None else StepTrace(Path(config.step_trace))
-    except ConfigError as error:
-        # What is wrong here stays wrong: its exit code tells a supervisor not to start again.
-        raise UsageError(error.message, param=error.param) from error
     failure: StagemeshError | None = None
-    try:
-        uvloop.run(_serve_until_stopped(config, plan, assets, trace, launch_workers=launch_workers))
-    except* Stopped:
-        pass
-    except* StagemeshError as errors:
-        failure = failure_of(errors)
-    except* Exception as errors:
-        log.exception("the gateway failed unexpectedly", exc_info=errors)
-        failure = StagemeshError("the gateway failed unexpectedly; its log has the cause")
+    with contextlib.ExitStack() as stack:
+        try:
+            deployment, assets = _prepare(config, stack, launch_workers=launch_workers)
+            trace = None if config.step_trace is None else StepTrace(Path(config.step_trace))
+        except ConfigError as error:
+            # What is wrong here stays wrong: its exit code tells a supervisor not to start again.
+            raise UsageError(error.message, param=error.param) from error
+        try:
+            uvloop.run(_serve_until_stopped(deployment, assets, trace))
+        except* Stopped:
+            pass
+        except* StagemeshError as errors:
+            failure = failure_of(errors)
+        except* Exception as errors:
+            log.exception("the gateway failed unexpectedly", exc_info=errors)
+            failure = StagemeshError("the gateway failed unexpectedly; its log has the cause")
     if failure is not None:
         # Outside of the handler, which would wrap it in a group again.
         raise failure
     return 0
 
 
-def _prepare(config: ServeConfig, *, own_devices: bool) -> tuple[MeshPlan, ModelAssets]:
-    """All that can be refused before a port is bound or a process started. Outside of the
+def _prepare(
+    config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: bool
+) -> tuple[Deployment, ModelAssets]:
+    """All that can be refused before a port is bound or a worker started. Outside of the
     event loop: a download may take long, and Ctrl-C must end it. Raises `ConfigError`."""
-    warning = check_master_address(config.master_addr, insecure=config.insecure)
-    if warning is not None:
-        log.warning("%s", warning)
-    model_path = resolve_model(config.model)
-    node = socket.gethostname()
-    plan = make_plan(config, model_path, node, own_devices=own_devices)
-    if own_devices:
-        check_memory(plan, config.node_rank, node)
-    return plan, load_assets(config, model_path)
+    deployment = deploy(config, stack, launch_workers=launch_workers)
+    return deployment, load_assets(config, deployment.model_path)
 
 
 class _StopRequest:
@@ -127,20 +121,14 @@ class _StopRequest:
 
 
 async def _serve_until_stopped(
-    config: ServeConfig,
-    plan: MeshPlan,
-    assets: ModelAssets,
-    trace: StepTrace | None,
-    *,
-    launch_workers: bool,
+    deployment: Deployment, assets: ModelAssets, trace: StepTrace | None
 ) -> None:
     stop = _StopRequest()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, INTERRUPT_DRAIN_SECONDS)
     loop.add_signal_handler(signal.SIGTERM, stop.ask, TERMINATE_DRAIN_SECONDS)
-    gateway = Gateway(config, plan, assets, trace)
     try:
-        await gateway.run(stop, launch_workers=launch_workers)
+        await Gateway(deployment, assets, trace).run(stop)
     finally:
         if trace is not None:
             trace.close()
@@ -150,14 +138,22 @@ class Gateway:
     """Everything in the gateway process, and the order in which it comes and goes."""
 
     def __init__(
-        self, config: ServeConfig, plan: MeshPlan, assets: ModelAssets, trace: StepTrace | None
+        self, deployment: Deployment, assets: ModelAssets, trace: StepTrace | None
     ) -> None:
+        config, plan = deployment.config, deployment.plan
         self._config = config
         self._plan = plan
+        self._launcher = deployment.launcher
         self._assets = assets
         self._metrics = Metrics()
         self._control = ControlService(
-            Membership(plan.shape, plan.placements, plan.fingerprint, plan.device)
+            Membership(
+                plan.shape,
+                plan.placements,
+                plan.fingerprint,
+                plan.device,
+                nodes_planned=deployment.launcher is not None,
+            )
         )
         self._mesh = Mesh(
             plan,
@@ -202,7 +198,7 @@ class Gateway:
         asked = self._config.async_scheduling
         return self._plan.device != "cpu" if asked is None else asked
 
-    async def run(self, stop: _StopRequest, *, launch_workers: bool) -> None:
+    async def run(self, stop: _StopRequest) -> None:
         """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""
         config = self._config
         control_server = RpcServer([CONTROL_SERVICE])
@@ -220,7 +216,7 @@ class Gateway:
                 not_ready_reason=self._why_not_ready,
             )
         )
-        launcher: LocalLauncher | None = None
+        launcher = self._launcher
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._frontend.close)
             stack.callback(self._control.close)
@@ -229,15 +225,14 @@ class Gateway:
             rest_port = rest_server.bind(config.host, config.port)
             grpc_port = inference_server.bind(config.host, config.grpc_port, flag="--grpc-port")
             master_port = control_server.bind(
-                config.master_addr, self._wanted_master_port(launch_workers), flag="--master-port"
+                config.master_addr, self._wanted_master_port(), flag="--master-port"
             )
             await control_server.start()
             log.info("workers join at %s", join_host_port(config.master_addr, master_port))
             stack.push_async_callback(control_server.stop, grace_seconds=0.0)
             await inference_server.start(serving=False)
             stack.push_async_callback(inference_server.stop, grace_seconds=DOOR_GRACE_SECONDS)
-            if launch_workers:
-                launcher = self._launcher()
+            if launcher is not None:
                 stack.push_async_callback(launcher.stop)
                 await launcher.start(config.master_addr, master_port)
             async with asyncio.TaskGroup() as tasks:
@@ -248,23 +243,12 @@ class Gateway:
                 if launcher is not None:
                     tasks.create_task(self._watch_workers(launcher))
 
-    def _wanted_master_port(self, launch_workers: bool) -> int:
+    def _wanted_master_port(self) -> int:
         if self._config.master_port is not None:
             return self._config.master_port
         # Nobody outside asks for the control port of a mesh that starts all its workers.
-        return 0 if launch_workers and self._config.nnodes == 1 else DEFAULT_MASTER_PORT
-
-    def _launcher(self) -> LocalLauncher:
-        plan = self._plan
-        return LocalLauncher(
-            LocalWorkers(
-                self._config.master_addr,
-                plan.placements_of(self._config.node_rank),
-                plan.device,
-                plan.num_devices,
-                plan.fingerprint,
-            )
-        )
+        starts_all = self._launcher is not None and self._config.nnodes == 1
+        return 0 if starts_all else DEFAULT_MASTER_PORT
 
     def _why_not_ready(self) -> str | None:
         return self._mesh.not_ready_reason() or None
@@ -305,13 +289,12 @@ class Gateway:
             flush=True,
         )
 
-    async def _watch_workers(self, launcher: LocalLauncher) -> None:
+    async def _watch_workers(self, launcher: Launcher) -> None:
         ended = await launcher.first_exit()
         if self._stopping:
             return
-        code, pp_rank = ended.code, ended.placement.pp_rank
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        self._mesh.fail(f"the worker process of stage {pp_rank} {how}; its log lines say why")
+        stage = ended.placement.pp_rank
+        self._mesh.fail(f"the worker process of stage {stage} {ended.how}; its log lines say why")
 
     async def _stop_on_request(self, stop: _StopRequest, inference_server: RpcServer) -> None:
         await stop.asked.wait()

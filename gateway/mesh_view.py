@@ -74,7 +74,8 @@ def mesh_view(epoch: int, plan: MeshPlan, members: Sequence[Member]) -> MeshView
         )
         stage["state"] = max(stage["state"], state, key=_SEVERITY.index)
         if member is not None:
-            stage["node"] = ",".join(filter(None, (stage["node"], member.node)))
+            if member.node not in stage["node"].split(","):
+                stage["node"] = ",".join(filter(None, (stage["node"], member.node)))
             stage["ranks"].extend(_ranks(member.status))
     return {"epoch": epoch, "stages": list(stages.values())}
 

@@ -28,6 +28,7 @@ class ServeConfig:
     """Replicas of the whole TP x PP pipeline behind one gateway."""
     pp_layer_partition: tuple[int, ...] | None = None
     distributed_executor_backend: str = "mp"
+    """"mp" or "ray", which decides about nodes by itself."""
     nnodes: int = 1
     """Nodes that share the mesh's ranks evenly, node by node."""
     node_rank: int = 0

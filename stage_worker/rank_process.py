@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.errors import StageFailed
+from services.launch.process import how_it_ended
 from stage_worker import ipc
 from stage_worker.rank_arguments import RankArguments
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
@@ -219,9 +219,7 @@ class RankProcess:
         except TimeoutError:
             how = "closed its socket and does not end"
         else:
-            how = (
-                f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            )
+            how = how_it_ended(code)
         self._fail(self._error("RANK_DIED", how))
 
     def _error(self, reason: str, how: str) -> step_pb2.StageError:

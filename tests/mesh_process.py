@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -40,8 +40,10 @@ class MeshProcess:
         *flags: str,
         command: Sequence[str] | None = None,
         nodes: Sequence[Sequence[str]] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`command` starts a mesh in another way, and must print the same banner. For each
+        """`command` starts a mesh in another way, and must print the same banner;
+        `environment` is added to the process's own. For each
         of `nodes` a `stagemesh serve --headless` with these flags is started as soon as the
         head's control service is there; their logs go to the mesh's."""
         self._command = command or [
@@ -49,6 +51,7 @@ class MeshProcess:
             *("--port", "0", "--grpc-port", "0", "--cpu-devices", str(CPU_DEVICES), *flags),
         ]
         self._nodes = nodes
+        self._environment = {**os.environ, **(environment or {})}
         self._node_processes: list[subprocess.Popen[bytes]] = []
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
             prefix="stagemesh-test-", suffix=".log"
@@ -81,6 +84,7 @@ class MeshProcess:
             stderr=self._log,
             stdin=subprocess.DEVNULL,
             text=True,
+            env=self._environment,
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()

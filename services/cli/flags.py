@@ -139,9 +139,10 @@ SERVE_GROUPS = (
         (
             Flag(
                 ("--distributed-executor-backend",),
-                values.one_of("mp"),
-                "how ranks are started: mp, as processes of each node",
-                metavar="{mp}",
+                values.one_of("mp", "ray"),
+                "how ranks are started: mp, as processes of each node; ray, as actors of the "
+                "cluster that RAY_ADDRESS names, or of one on this machine",
+                metavar="{mp,ray}",
             ),
             Flag(
                 ("--nnodes",),

@@ -224,7 +224,10 @@ def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> 
 
 def contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
     """Everything that single flags do not say: which node does what, and ports that differ."""
-    yield from _node_contradictions(command, config)
+    if config.distributed_executor_backend == "ray":
+        yield from _ray_contradictions(command, config)
+    else:
+        yield from _node_contradictions(command, config)
     yield from _equal_ports(command, config)
 
 
@@ -248,6 +251,28 @@ def _node_contradictions(command: str, config: ServeConfig) -> Iterator[UsageErr
         )
     if config.headless and command == "gateway":
         yield UsageError("--headless runs no gateway; use stagemesh serve", param="--headless")
+
+
+def _ray_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
+    """Where ranks run is Ray's to decide."""
+    if command == "gateway":
+        yield UsageError(
+            "--distributed-executor-backend ray starts the ranks, and stagemesh gateway starts "
+            "none; use stagemesh serve",
+            param="--distributed-executor-backend",
+        )
+    said = {
+        f"--nnodes {config.nnodes}": config.nnodes > 1,
+        f"--node-rank {config.node_rank}": config.node_rank > 0,
+        "--headless": config.headless,
+    }
+    for words, given in said.items():
+        if given:
+            yield UsageError(
+                f"{words} is for --distributed-executor-backend mp: with ray there is one "
+                "command, on one node, and Ray places the ranks; leave it out",
+                param=words.split()[0],
+            )
 
 
 def _equal_ports(command: str, config: ServeConfig) -> Iterator[UsageError]:

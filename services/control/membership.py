@@ -47,14 +47,20 @@ class Membership:
         placements: Sequence[StagePlacement],
         fingerprint: topology_pb2.Fingerprint,
         device: str,
+        *,
+        nodes_planned: bool,
     ) -> None:
-        """`device` is the kind that every worker must bring: "cpu", "npu", "cuda"."""
+        """`device` is the kind that every worker must bring: "cpu", "npu", "cuda".
+
+        Without `nodes_planned` the workers come from nodes that the placements know nothing
+        of, and get the devices of their node in the order in which they join.
+        """
         self._shape = shape
         self._device = device
         self._fingerprint = fingerprint
         self._placements = {_place(placement): placement for placement in placements}
         self._members: dict[tuple[int, int, int], Member] = {}
-        self._planned_nodes = len({placement.node_rank for placement in placements})
+        self._nodes_planned = nodes_planned
         self._joined = 0
 
     @property
@@ -129,7 +135,7 @@ class Membership:
         self, request: control_pb2.JoinRequest, planned: StagePlacement
     ) -> StagePlacement:
         """The placement with device indices of the node that the worker is really on."""
-        if planned.node_rank == request.node_rank and self._planned_nodes > 1:
+        if planned.node_rank == request.node_rank and self._nodes_planned:
             return planned
         taken = {
             index

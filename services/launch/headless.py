@@ -63,12 +63,12 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
             ending.cancel()
             return 0
         ended = ending.result()
-        if ended.code == 0:
+        if ended.dismissed:
             log.info("the head has dismissed this node")
             return 0
         raise StageFailed(
-            f"the worker of stage {ended.placement.pp_rank} on node rank {config.node_rank} ended "
-            f"with {ended.code}; its log lines above say why"
+            f"the worker of stage {ended.placement.pp_rank} on node rank {config.node_rank} "
+            f"{ended.how}; its log lines above say why"
         )
     finally:
         await launcher.stop()

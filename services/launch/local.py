@@ -2,19 +2,20 @@
 
 `stagemesh serve` is the gateway plus this; with `--headless` it is this alone.
 Under systemd or Ray the workers are started by those instead, with the same
-command.
+command (`worker_command`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.launch.launcher import WorkerExit
+from services.launch.process import how_it_ended
+from services.launch.worker_command import worker_command
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import topology_pb2
 
@@ -35,17 +36,8 @@ class LocalWorkers:
     """Of the plan, from this node's copy of the model: compared with the head's at join."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExit:
-    """A worker process that has ended."""
-
-    placement: StagePlacement
-    code: int
-    """Exit code; negative for a signal."""
-
-
 class LocalLauncher:
-    """The stage workers of this node."""
+    """The stage workers of this node. Implements `services.launch.launcher.Launcher`."""
 
     def __init__(self, workers: LocalWorkers) -> None:
         self._workers = workers
@@ -65,24 +57,18 @@ class LocalLauncher:
         if self._lifeline is None:
             raise RuntimeError("the launcher has been stopped")
         workers = self._workers
-        encoded = base64.b64encode(workers.fingerprint.SerializeToString()).decode()
+        command = worker_command(
+            placement,
+            master_addr=master_addr,
+            master_port=master_port,
+            host=workers.host,
+            device=workers.device,
+            num_devices=workers.num_devices,
+            fingerprint=workers.fingerprint,
+            lifeline_fd=self._lifeline[0],
+        )
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.cli",
-            "stage-worker",
-            f"--master-addr={master_addr}",
-            f"--master-port={master_port}",
-            f"--host={workers.host}",
-            "--port=0",
-            f"--node-rank={placement.node_rank}",
-            f"--dp-rank={placement.dp_rank}",
-            f"--pp-rank={placement.pp_rank}",
-            f"--tp-rank-start={placement.tp_ranks[0]}",
-            f"--device={workers.device}",
-            f"--cpu-devices={workers.num_devices}",
-            f"--fingerprint={encoded}",
-            f"--lifeline-fd={self._lifeline[0]}",
+            *command,
             pass_fds=(self._lifeline[0],),
             stdin=asyncio.subprocess.DEVNULL,
             # Ctrl-C in a terminal reaches its whole process group; the workers
@@ -102,7 +88,8 @@ class LocalLauncher:
             for wait in waits:
                 wait.cancel()
         first = done.pop()
-        return WorkerExit(waits[first], first.result())
+        code = first.result()
+        return WorkerExit(waits[first], how_it_ended(code), dismissed=code == 0)
 
     async def stop(self) -> None:
         """Closes the lifeline, gives the workers a moment, and kills what is left."""

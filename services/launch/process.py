@@ -31,6 +31,11 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def how_it_ended(code: int) -> str:
+    """An exit code in words; negative for a signal, as `subprocess` has it."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
 def allow_late_timers(slack_seconds: float) -> None:
     """Lets the kernel end this thread's timed waits late, and those of threads it will start.
 

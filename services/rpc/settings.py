@@ -34,6 +34,9 @@ MIN_PING_INTERVAL_SECONDS = 5.0
 INITIAL_RECONNECT_SECONDS = 0.1
 MAX_RECONNECT_SECONDS = 1.0
 """A restarted peer is found again within this time (gRPC's own default is 120 s)."""
+CONNECT_TIMEOUT_SECONDS = 3.0
+"""For one attempt to connect; a machine that starts many processes at once takes a second.
+An attempt that is refused does not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,8 @@ def channel_options(limits: MessageLimits) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", _milliseconds(INITIAL_RECONNECT_SECONDS)),
-        ("grpc.min_reconnect_backoff_ms", _milliseconds(INITIAL_RECONNECT_SECONDS)),
+        # By this name gRPC means the time-out of an attempt.
+        ("grpc.min_reconnect_backoff_ms", _milliseconds(CONNECT_TIMEOUT_SECONDS)),
         ("grpc.max_reconnect_backoff_ms", _milliseconds(MAX_RECONNECT_SECONDS)),
         # Who retries what is decided above the transport, where it is known what is safe.
         ("grpc.enable_retries", 0),

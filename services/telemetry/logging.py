@@ -110,5 +110,5 @@ def setup_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(chosen)
-    for name in ("uvicorn", "asyncio", "grpc", "httpx", "httpcore"):
+    for name in ("uvicorn", "asyncio", "grpc", "httpx", "httpcore", "ray"):
         logging.getLogger(name).setLevel(max(chosen, logging.WARNING))

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.mesh_process import CPU_DEVICES, MeshProcess
+from tests.ray_cluster import own_cluster
 from tests.tiny_models import TinyShape, make_tiny_llama
 
 GUIDE = Path(__file__).parents[2] / "docs" / "pipeline-parallelism.md"
@@ -79,7 +80,7 @@ def assert_serves(mesh: MeshProcess, command: str) -> None:
 @pytest.mark.parametrize("command", SERVED)
 def test_serve(command: str, model: Path) -> None:
     words = here(command, model, "--port", "0", "--grpc-port", "0")
-    with MeshProcess(model, command=words) as mesh:
+    with own_cluster() as alone, MeshProcess(model, command=words, environment=alone) as mesh:
         assert (DEMO_MODEL in command) == (mesh.model_name == DEMO_MODEL)
         assert_serves(mesh, command)
 

@@ -165,6 +165,16 @@ def test_torch_only_below_stage_worker() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_ray_is_imported_by_its_launcher_only_and_lazily() -> None:
+    wrong = [
+        f"{place}: {module} imports {item.module}"
+        for place, module, item in all_imports()
+        if item.module.partition(".")[0] == "ray"
+        and not (module.startswith("services.launch.ray_") and item.lazy)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def loaded_by(*modules: str) -> set[str]:
     """Top-level names in sys.modules after a fresh interpreter has imported the modules."""
     program = "import sys\n" + "".join(f"import {module}\n" for module in modules)

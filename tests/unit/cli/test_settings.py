@@ -15,6 +15,7 @@ from services.cli.vllm import vllm_serve_flags
 from services.config import ServeConfig, StageWorkerConfig
 
 MODEL = Positional("MODEL", "")
+RAY = ("--distributed-executor-backend", "ray")
 
 
 def parse(*argv: str, environment: dict[str, str] | None = None) -> ServeConfig:
@@ -180,6 +181,10 @@ def test_a_missing_file_is_refused() -> None:
         (("m", "--dtype", "int8"), "must be one of auto, float32, bfloat16, float16, got 'int8'"),
         (("m", "--port", "8001"), "--port and --grpc-port are both 8001"),
         (("",), "MODEL must not be empty"),
+        (("m", *RAY, "--nnodes", "2"), "--nnodes 2 is for --distributed-executor-backend mp"),
+        (("m", *RAY, "--node-rank", "1"), "--node-rank 1 is for"),
+        (("m", *RAY, "--headless"), "--headless is for"),
+        (("m", "--distributed-executor-backend", "dask"), "must be one of mp, ray, got 'dask'"),
     ],
 )
 def test_wrong_usage_names_the_flag_and_the_remedy(argv: tuple[str, ...], message: str) -> None:

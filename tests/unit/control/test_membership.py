@@ -24,7 +24,7 @@ def fingerprint(**fields: str) -> topology_pb2.Fingerprint:
 
 def membership() -> Membership:
     placements = place(SHAPE, [NodeDevices(0, "head", "npu", None)])
-    return Membership(SHAPE, placements, fingerprint(stagemesh="0.1.0"), "npu")
+    return Membership(SHAPE, placements, fingerprint(stagemesh="0.1.0"), "npu", nodes_planned=False)
 
 
 def request(
@@ -151,3 +151,11 @@ def test_what_this_side_slept_through_is_forgiven() -> None:
     table.forgive(now=10.0)
     assert table.silent(10.0) == ()
     assert table.silent(10.0 + MEMBER_TIMEOUT_SECONDS + 0.5) != ()
+
+
+def test_where_the_nodes_are_planned_a_worker_keeps_its_device() -> None:
+    placements = place(SHAPE, [NodeDevices(0, "head", "npu", 4)])
+    table = Membership(SHAPE, placements, fingerprint(stagemesh="0.1.0"), "npu", nodes_planned=True)
+    # Whoever joins first.
+    assert list(table.join(request(1, pp_rank=1), now=0.0).placement.device_indices) == [2, 3]
+    assert list(table.join(request(2, pp_rank=0), now=0.0).placement.device_indices) == [0, 1]

@@ -1,0 +1,89 @@
+"""From what a user asked for to a mesh that can be started: plan, places, and who starts
+the workers.
+
+Everything that can be refused is refused here, before a port is bound; what it costs is
+undone by the caller's exit stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from services.config import DEFAULT_HOST, ServeConfig
+from services.launch.launcher import Launcher
+from services.launch.local import LocalLauncher, LocalWorkers
+from services.launch.ray_bundles import HEAD_NODE_RANK
+from services.launch.ray_cluster import connect
+from services.launch.ray_launcher import RayLauncher
+from services.mesh_plan import MeshPlan, check_memory, make_plan
+from services.models.resolve import resolve_model
+from services.rpc.addresses import check_master_address
+
+log = logging.getLogger("stagemesh.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A mesh that can be started from this process."""
+
+    config: ServeConfig
+    """With the address that workers dial, and the kind of device."""
+    model_path: Path
+    plan: MeshPlan
+    launcher: Launcher | None
+    """None where others start the workers."""
+
+
+def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: bool) -> Deployment:
+    """Resolves a configuration against model, devices and, where it asks for Ray, the cluster.
+
+    Leaving `stack` leaves the cluster. Raises `ConfigError` for what cannot be started, and
+    `StageFailed` where a cluster has no room now.
+    """
+    if config.distributed_executor_backend == "ray":
+        return _on_ray(config, stack)
+    _check_address(config)
+    model_path = resolve_model(config.model)
+    node = socket.gethostname()
+    plan = make_plan(config, model_path, node, own_devices=launch_workers)
+    launcher: Launcher | None = None
+    if launch_workers:
+        check_memory(plan, config.node_rank, node)
+        launcher = LocalLauncher(
+            LocalWorkers(
+                config.master_addr,
+                plan.placements_of(config.node_rank),
+                plan.device,
+                plan.num_devices,
+                plan.fingerprint,
+            )
+        )
+    return Deployment(config, model_path, plan, launcher)
+
+
+def _on_ray(config: ServeConfig, stack: contextlib.ExitStack) -> Deployment:
+    node = socket.gethostname()
+    model_path = resolve_model(config.model)
+    # What is wrong with model or sizes is said before a cluster is started for it.
+    make_plan(config, model_path, node, own_devices=False)
+    cluster = stack.enter_context(connect(config.cpu_devices))
+    if config.master_addr == DEFAULT_HOST:
+        config = replace(config, master_addr=cluster.address)
+    _check_address(config)
+    config = replace(config, device=cluster.choose_device(config.device))
+    plan = make_plan(config, model_path, node, own_devices=False)
+    places = cluster.place(plan.shape, plan.device)
+    plan = replace(plan, placements=tuple(place.placement for place in places))
+    check_memory(plan, HEAD_NODE_RANK, node)
+    launcher = RayLauncher(cluster, config, model_path, places)
+    return Deployment(config, model_path, plan, launcher)
+
+
+def _check_address(config: ServeConfig) -> None:
+    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    if warning is not None:
+        log.warning("%s", warning)

@@ -1,0 +1,46 @@
+"""The command line of a stage worker that a launcher starts."""
+
+from __future__ import annotations
+
+import base64
+import sys
+
+from services.topology.placement import StagePlacement
+from stagemesh.v1 import topology_pb2
+
+
+def worker_command(
+    placement: StagePlacement,
+    *,
+    master_addr: str,
+    master_port: int,
+    host: str,
+    device: str,
+    num_devices: int,
+    fingerprint: topology_pb2.Fingerprint,
+    lifeline_fd: int,
+) -> list[str]:
+    """`stagemesh stage-worker` for one place of the mesh, on this node.
+
+    `host` is the address that the worker and its ranks listen on; `fingerprint` is the
+    plan's, from this node's copy of the model, and is compared with the head's at join;
+    `lifeline_fd` is the read end of a pipe that the launcher holds open.
+    """
+    return [
+        sys.executable,
+        "-m",
+        "services.cli",
+        "stage-worker",
+        f"--master-addr={master_addr}",
+        f"--master-port={master_port}",
+        f"--host={host}",
+        "--port=0",
+        f"--node-rank={placement.node_rank}",
+        f"--dp-rank={placement.dp_rank}",
+        f"--pp-rank={placement.pp_rank}",
+        f"--tp-rank-start={placement.tp_ranks[0]}",
+        f"--device={device}",
+        f"--cpu-devices={num_devices}",
+        f"--fingerprint={base64.b64encode(fingerprint.SerializeToString()).decode()}",
+        f"--lifeline-fd={lifeline_fd}",
+    ]
