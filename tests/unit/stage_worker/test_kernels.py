@@ -141,6 +141,58 @@ def test_attention_of_prompts(
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
 
 
+def decoded(
+    operators: Operators, qkv: torch.Tensor, lengths: Sequence[int], heads: int, block_size: int
+) -> torch.Tensor:
+    """One step of decode rows over caches of the same random content: [rows, heads * dim]."""
+    kv_heads, dim = (qkv.shape[1] - heads) // 2, qkv.shape[2]
+    blocks = -(-max(lengths) // block_size)
+    # Row i has the same blocks with the same content whatever the other rows are.
+    generators = [torch.Generator().manual_seed(row) for row in range(len(lengths))]
+    tables = torch.stack([torch.randperm(blocks, generator=one) for one in generators])
+    tables += blocks * torch.arange(len(lengths))[:, None]
+    shape = (2, blocks, block_size, kv_heads, dim)
+    parts = [torch.randn(shape, generator=one) for one in generators]
+    cache = LayerKVCache(*torch.cat(parts, 1).to(qkv.dtype))
+    spans = [RowSpan(row, length - 1, 1) for row, length in enumerate(lengths)]
+    positions = torch.tensor(lengths) - 1
+    metadata = build_metadata(
+        spans, positions.numpy(), tables.to(torch.int32).numpy(), block_size, CPU
+    )
+    rotary = RotaryTable(dim, 100.0, None, max(lengths), qkv.dtype, CPU).rows(positions)
+    attend = operators.attention(heads, kv_heads, dim, qkv.dtype)
+    return attend(qkv.clone(), rotary, cache, metadata)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 5, 8, 15]),
+    dim=st.sampled_from([16, 64, 80]),
+    block_size=st.sampled_from([1, 5, 16, 100]),
+)
+def test_attention_of_decodes(
+    num_threads: int, lengths: list[int], kv_heads: int, group: int, dim: int, block_size: int
+) -> None:
+    heads = group * kv_heads
+    qkv = torch.randn(len(lengths), heads + 2 * kv_heads, dim)
+    got = decoded(NativeOperators(num_threads, TORCH), qkv, lengths, heads, block_size)
+    expected = decoded(TORCH, qkv.double(), lengths, heads, block_size)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_decode_does_not_depend_on_its_company() -> None:
+    """Bit by bit: the same first row with longer, shorter and no other rows."""
+    operators = NativeOperators(1, TORCH)
+    qkv = torch.randn(3, 9 + 2 * 3, 64)
+    (alone,) = decoded(operators, qkv[:1], [200], 9, 200)
+    for others in ([3, 199], [200, 64], [65]):
+        lengths = [200, *others]
+        assert torch.equal(decoded(operators, qkv[: len(lengths)], lengths, 9, 200)[0], alone)
+
+
 def test_a_prompt_does_not_depend_on_how_it_is_cut() -> None:
     """Bit by bit, where no chunk is a single token, which is computed as a decode."""
     operators = NativeOperators(1, TORCH)
