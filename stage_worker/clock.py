@@ -32,21 +32,27 @@ class StageTimer:
 
     def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._now_ns = now_ns
-        self._phase = Phase.CONTROL_WAIT
         self._total_ns = dict.fromkeys(Phase, 0)
-        self._entered_ns = now_ns()
+        # One value, so that another thread never sees the one without the other.
+        self._present = (Phase.CONTROL_WAIT, now_ns())
+
+    def present(self) -> tuple[Phase, float]:
+        """What the loop does and for how many seconds. For any thread."""
+        phase, entered_ns = self._present
+        return phase, max(0, self._now_ns() - entered_ns) / 1e9
 
     def enter(self, phase: Phase) -> int:
         """Ends the present phase and begins another; returns the clock reading between them."""
         now_ns = self._now_ns()
-        self._total_ns[self._phase] += now_ns - self._entered_ns
-        self._phase, self._entered_ns = phase, now_ns
+        ended, entered_ns = self._present
+        self._total_ns[ended] += now_ns - entered_ns
+        self._present = (phase, now_ns)
         return now_ns
 
     def restart(self) -> None:
         """Forgets what was timed: it belonged to no step."""
         self._total_ns = dict.fromkeys(Phase, 0)
-        self._entered_ns = self._now_ns()
+        self._present = (self._present[0], self._now_ns())
 
     def finish_step(self, compute_start_ns: int, compute_end_ns: int) -> step_pb2.StageClock:
         """The clock of a step that is done. What follows counts as the next step's computing,

@@ -49,6 +49,14 @@ MAX_PENDING_SENDS = 4
 """Tensors on their way to the next stage before a send waits for the oldest."""
 
 
+_PHASES = {
+    Phase.CONTROL_WAIT: stage_worker_pb2.RANK_PHASE_CONTROL_WAIT,
+    Phase.RECEIVE: stage_worker_pb2.RANK_PHASE_RECEIVE,
+    Phase.COMPUTE: stage_worker_pb2.RANK_PHASE_COMPUTE,
+    Phase.SEND: stage_worker_pb2.RANK_PHASE_SEND,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class QueuedStep:
     """A step whose receives are posted."""
@@ -155,8 +163,12 @@ class RankLoop:
     def send_alive(self) -> None:
         """Says that the process is not frozen, whatever its main loop does."""
         self._send_waiting()
+        phase, phase_seconds = self._timer.present()
         alive = rank_pb2.RankAlive(
-            last_step_id=self._last_step_id, memory_peak_bytes=self._platform.memory_peak_bytes()
+            last_step_id=self._last_step_id,
+            memory_peak_bytes=self._platform.memory_peak_bytes(),
+            phase=_PHASES[phase],
+            phase_seconds=phase_seconds,
         )
         self._emit(rank_pb2.RankEvent(alive=alive))
 

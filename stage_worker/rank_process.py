@@ -81,7 +81,7 @@ class RankProcess:
         self._one_by_one = asyncio.Lock()
         self._calls: deque[_Call] = deque()
         self._heard_at = 0.0
-        self._memory_peak_bytes = 0
+        self._alive = rank_pb2.RankAlive()
         self._suspected = False
         self._silence: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -104,7 +104,9 @@ class RankProcess:
             pid=self._process.pid if self._process else 0,
             state=self.state,
             memory_at_start=hello.memory if hello and hello.HasField("memory") else None,
-            memory_peak_bytes=self._memory_peak_bytes,
+            memory_peak_bytes=self._alive.memory_peak_bytes,
+            phase=self._alive.phase,
+            phase_seconds=self._alive.phase_seconds,
         )
 
     def _is_up(self) -> bool:
@@ -156,7 +158,7 @@ class RankProcess:
                 self.last_step_id = event.result.step_id
                 self._on_result(self.tp_rank, event.result)
             elif kind == "alive":
-                self._memory_peak_bytes = event.alive.memory_peak_bytes
+                self._alive = event.alive
                 self.last_step_id = max(self.last_step_id, event.alive.last_step_id)
             elif kind == "load_progress":
                 if self._calls and (report := self._calls[0].on_progress) is not None:

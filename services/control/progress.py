@@ -7,8 +7,12 @@ those after it wait for its activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+# What may be where the ranks have not been asked.
+_UNKNOWN_FIRST = "it computes, or does not run"
+_UNKNOWN = "it computes, does not run, or they do not arrive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +70,18 @@ def furthest_behind(stages: Sequence[StageProgress]) -> StageProgress | None:
     return min(working, key=lambda stage: (stage.done_step_id, stage.pp_rank), default=None)
 
 
-def explain_progress(stages: Sequence[StageProgress]) -> str | None:
+def explain_progress(
+    stages: Sequence[StageProgress], doing: Mapping[int, str] | None = None
+) -> str | None:
     """Who holds a step, for how long, and who waits on whom, on one line; None where nothing is
-    in flight. `stages` are all stages of one replica."""
+    in flight. `stages` are all stages of one replica; `doing` is what the ranks of a stage say
+    that they do, by PP rank, where that is known."""
     holder = furthest_behind(stages)
     if holder is None:
         return None
     by_rank = {stage.pp_rank: stage for stage in stages}
-    words = [f"{_name(holder)} {_silence(holder)}: {_holds(holder, by_rank)}"]
+    said = (doing or {}).get(holder.pp_rank)
+    words = [f"{_name(holder)} {_silence(holder)}: {_holds(holder, by_rank, said)}"]
     words += [
         f"{_name(stage)} waits for activations of step {stage.done_step_id + 1} from stage "
         f"{stage.pp_rank - 1}"
@@ -91,14 +99,11 @@ def _silence(stage: StageProgress) -> str:
     return f"has been silent for {stage.silent_seconds:.1f} s"
 
 
-def _holds(holder: StageProgress, by_rank: dict[int, StageProgress]) -> str:
+def _holds(holder: StageProgress, by_rank: dict[int, StageProgress], said: str | None) -> str:
     step_id = holder.done_step_id + 1
     last = "no step yet" if holder.done_step_id == 0 else f"step {holder.done_step_id}"
     holds = f"it has done {last} and holds step {step_id}"
     before = by_rank.get(holder.pp_rank - 1)
     if before is None:
-        return f"{holds}, which needs nothing of another stage: it computes, or does not run"
-    return (
-        f"{holds}: {_name(before)} has sent its activations, so it computes, does not run, or "
-        "they do not arrive"
-    )
+        return f"{holds}, which needs nothing of another stage: {said or _UNKNOWN_FIRST}"
+    return f"{holds}, whose activations {_name(before)} has sent: {said or _UNKNOWN}"

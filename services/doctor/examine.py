@@ -77,7 +77,10 @@ def examine(request: DoctorRequest) -> Examination:
         findings.append(silence)
     fingerprint = _own_fingerprint(config, plan)
     if head is not None:
-        findings += check_head(head, config, node, fingerprint, devices.kind)
+        # Somebody who looks at a mesh that runs brings no device to it.
+        only_looks = not config.model and config.device == "auto"
+        device = None if only_looks else devices.kind
+        findings += check_head(head, config, node, fingerprint, device)
     if weights is not None:
         findings += _weights(weights, head)
     mesh = None if head is None else _mesh_report(head)

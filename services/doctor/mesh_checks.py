@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from services.config import ServeConfig
@@ -13,7 +13,7 @@ from services.doctor.findings import Check, Finding, failed, ok, warning
 from services.doctor.head import HeadFacts, LinkFacts, Obstacle, Unanswered
 from services.topology.fingerprint import differences
 from services.units import counted, human_bytes
-from stagemesh.v1 import control_pb2, topology_pb2
+from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
 
 MAX_CLOCK_OFFSET_SECONDS = 1.0
 """Beyond this, log lines of two nodes cannot be put in order."""
@@ -22,6 +22,12 @@ STUCK_SECONDS = 5.0
 accelerator, and seconds only where a long prompt runs on a CPU."""
 SILENT_SECONDS = 2.5
 """Heartbeats come every second, and after 3 s of silence the mesh gives a worker up."""
+_PHASES = {
+    stage_worker_pb2.RANK_PHASE_CONTROL_WAIT: "has waited for a step",
+    stage_worker_pb2.RANK_PHASE_RECEIVE: "has waited for activations",
+    stage_worker_pb2.RANK_PHASE_COMPUTE: "has computed",
+    stage_worker_pb2.RANK_PHASE_SEND: "has waited to hand activations on",
+}
 # Of the doctor's other versions: what must be equal on all nodes, and what had better be.
 _MUST_BE_EQUAL = ("cann", "npu driver")
 _BETTER_EQUAL = (
@@ -95,7 +101,7 @@ def check_head(
     config: ServeConfig,
     node: NodeFacts,
     fingerprint: topology_pb2.Fingerprint,
-    device: str,
+    device: str | None,
 ) -> Iterator[Finding]:
     """Everything that is known once a head has answered."""
     kind = "a doctor" if head.answer.is_doctor else "the head"
@@ -114,15 +120,16 @@ def check_join(
     config: ServeConfig,
     node: NodeFacts,
     fingerprint: topology_pb2.Fingerprint,
-    device: str,
+    device: str | None,
 ) -> Iterator[Finding]:
-    """Every reason for which the head would send this node's workers away."""
+    """Every reason for which the head would send this node's workers away. `device` is the kind
+    that this node would bring; None where it is only looking."""
     me = f"node {config.node_rank} ({node.host})"
     complaints = [
         failed(Check.JOIN, difference.words(me), difference.remedy)
         for difference in differences(answer.fingerprint, fingerprint)
     ]
-    if answer.device and device != answer.device:
+    if answer.device and device is not None and device != answer.device:
         complaints.append(
             failed(
                 Check.JOIN,
@@ -282,12 +289,25 @@ def check_progress(answer: control_pb2.DiagnoseResponse) -> Iterator[Finding]:
     replicas = [list(group) for _, group in groupby(stages, lambda stage: stage.dp_rank)]
     for replica in replicas:
         prefix = f"replica {replica[0].dp_rank}: " if len(replicas) > 1 else ""
-        yield _progress_of(replica, prefix)
+        doing = _doing(answer.members, replica[0].dp_rank)
+        yield _progress_of(replica, doing, prefix)
 
 
-def _progress_of(stages: Sequence[StageProgress], prefix: str) -> Finding:
+def _doing(members: Sequence[control_pb2.MemberReport], dp_rank: int) -> dict[int, str]:
+    """What the ranks of each stage said at their last heartbeat, by PP rank."""
+    said: dict[int, list[str]] = {}
+    for member in members:
+        for rank in member.status.ranks:
+            if member.placement.dp_rank == dp_rank and rank.phase in _PHASES:
+                said.setdefault(member.placement.pp_rank, []).append(
+                    f"TP rank {rank.tp_rank} {_PHASES[rank.phase]} for {rank.phase_seconds:.1f} s"
+                )
+    return {pp_rank: ", ".join(words) for pp_rank, words in said.items()}
+
+
+def _progress_of(stages: Sequence[StageProgress], doing: Mapping[int, str], prefix: str) -> Finding:
     holder = furthest_behind(stages)
-    words = explain_progress(stages)
+    words = explain_progress(stages, doing)
     if holder is None or words is None:
         last = max(stage.done_step_id for stage in stages)
         done = f"all stages have done step {last}" if last else "no step was run yet"

@@ -39,12 +39,16 @@ class RankHello(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., device: _Optional[str] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., memory: _Optional[_Union[_stage_worker_pb2.DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class RankAlive(_message.Message):
-    __slots__ = ("last_step_id", "memory_peak_bytes")
+    __slots__ = ("last_step_id", "memory_peak_bytes", "phase", "phase_seconds")
     LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     last_step_id: int
     memory_peak_bytes: int
-    def __init__(self, last_step_id: _Optional[int] = ..., memory_peak_bytes: _Optional[int] = ...) -> None: ...
+    phase: _stage_worker_pb2.RankPhase
+    phase_seconds: float
+    def __init__(self, last_step_id: _Optional[int] = ..., memory_peak_bytes: _Optional[int] = ..., phase: _Optional[_Union[_stage_worker_pb2.RankPhase, str]] = ..., phase_seconds: _Optional[float] = ...) -> None: ...
 
 class RankEvent(_message.Message):
     __slots__ = ("hello", "store_opened", "group_formed", "load_progress", "loaded", "result", "error", "alive")

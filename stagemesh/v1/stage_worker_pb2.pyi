@@ -17,12 +17,25 @@ class ComponentState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMPONENT_STATE_READY: _ClassVar[ComponentState]
     COMPONENT_STATE_DRAINING: _ClassVar[ComponentState]
     COMPONENT_STATE_FAILED: _ClassVar[ComponentState]
+
+class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RANK_PHASE_UNSPECIFIED: _ClassVar[RankPhase]
+    RANK_PHASE_CONTROL_WAIT: _ClassVar[RankPhase]
+    RANK_PHASE_RECEIVE: _ClassVar[RankPhase]
+    RANK_PHASE_COMPUTE: _ClassVar[RankPhase]
+    RANK_PHASE_SEND: _ClassVar[RankPhase]
 COMPONENT_STATE_UNSPECIFIED: ComponentState
 COMPONENT_STATE_STARTING: ComponentState
 COMPONENT_STATE_LOADING: ComponentState
 COMPONENT_STATE_READY: ComponentState
 COMPONENT_STATE_DRAINING: ComponentState
 COMPONENT_STATE_FAILED: ComponentState
+RANK_PHASE_UNSPECIFIED: RankPhase
+RANK_PHASE_CONTROL_WAIT: RankPhase
+RANK_PHASE_RECEIVE: RankPhase
+RANK_PHASE_COMPUTE: RankPhase
+RANK_PHASE_SEND: RankPhase
 
 class OpenStoreRequest(_message.Message):
     __slots__ = ("epoch",)
@@ -163,20 +176,24 @@ class DeviceMemory(_message.Message):
     def __init__(self, free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("tp_rank", "device", "pid", "state", "memory_peak_bytes", "memory_at_start")
+    __slots__ = ("tp_rank", "device", "pid", "state", "memory_peak_bytes", "memory_at_start", "phase", "phase_seconds")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_AT_START_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     device: str
     pid: int
     state: ComponentState
     memory_peak_bytes: int
     memory_at_start: DeviceMemory
-    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_peak_bytes: _Optional[int] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+    phase: RankPhase
+    phase_seconds: float
+    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_peak_bytes: _Optional[int] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., phase_seconds: _Optional[float] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

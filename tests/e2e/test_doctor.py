@@ -3,18 +3,24 @@ commands of docs/doctor.md that ask a head."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from services.doctor.mesh_checks import STUCK_SECONDS
 from tests.mesh_process import CPU_DEVICES, MeshProcess
+from tests.simulated_mesh import make_model
 from tests.tiny_models import TinyShape, make_tiny_llama
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -107,3 +113,37 @@ def test_the_commands_of_the_document(mesh: MeshProcess, tiny: Path) -> None:
         # This head's address after that of the document; the last one counts.
         code, document = doctor(*words[2:], *mesh.join_flags)
         assert (code, failed(document)) == (0, {}), command
+
+
+def test_a_request_that_hangs(tmp_path: Path) -> None:
+    """Stage 1 takes 20 s for a step, as one that is stuck: the doctor names it, says what its rank
+    does, and who waits on it."""
+    cost = json.dumps({"stages": {"1": {"fixed_seconds": 20}}})
+    (tmp_path / "cost.json").write_text(cost)
+    model = make_model(tmp_path / "model")
+    flags = ("--nnodes", "2", "-pp", "4", "--device", "sim")
+    costs = ("--sim-cost", str(tmp_path / "cost.json"))
+    node = [*flags, *costs, "--node-rank", "1"]
+    with MeshProcess(model, *flags, *costs, "--master-port", "0", nodes=[node]) as mesh:
+        body = {"model": mesh.model_name, "prompt": "a", "max_tokens": 1}
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=60)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(STUCK_SECONDS + 2)
+        code, document = doctor(*mesh.join_flags)
+        mesh.process.send_signal(signal.SIGINT)
+        asking.join()
+    assert code == 1
+    assert list(failed(document)) == ["progress"]
+    pattern = (
+        r"stage 1 has been silent for [5-9]\.\d s: it has done no step yet and holds step 1, "
+        r"whose activations stage 0 has sent: TP rank 0 has computed for [3-9]\.\d s; "
+        r"stage 2 waits for activations of step 1 from stage 1; "
+        r"stage 3 waits for activations of step 1 from stage 2"
+    )
+    words = failed(document)["progress"]
+    assert re.fullmatch(pattern, words), words

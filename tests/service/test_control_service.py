@@ -70,7 +70,7 @@ async def head(
     mesh: ScriptedMesh | None = None, model_path: Path = Path("/no/such/model")
 ) -> AsyncIterator[tuple[ControlService, int]]:
     placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
-    control = ControlService(Membership(SHAPE, placements, FINGERPRINT, "cpu"))
+    control = ControlService(Membership(SHAPE, placements, FINGERPRINT, "cpu", nodes_planned=False))
     if mesh is not None:
         control.tell_of(mesh, model_path)
     server = RpcServer([CONTROL])
@@ -158,8 +158,8 @@ async def test_a_step_that_hangs_is_explained_by_the_head() -> None:
     (hang,) = [finding for finding in findings if finding.outcome is Outcome.FAILED]
     assert hang.check is Check.PROGRESS
     assert hang.what == (
-        "stage 1 has been silent for 13.0 s: it has done no step yet and holds step 1: stage 0 has "
-        "sent its activations, so it computes, does not run, or they do not arrive"
+        "stage 1 has been silent for 13.0 s: it has done no step yet and holds step 1, whose "
+        "activations stage 0 has sent: it computes, does not run, or they do not arrive"
     )
 
 

@@ -105,5 +105,5 @@ async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(
                 await made.next_result()
     message = failure.value.message
     assert message.startswith("stage 1 has been silent for 0.")
-    assert "holds step 1: stage 0 has sent its activations" in message
+    assert "holds step 1, whose activations stage 0 has sent: it computes" in message
     assert message.endswith("stage 2 waits for activations of step 1 from stage 1")

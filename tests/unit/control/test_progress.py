@@ -20,10 +20,17 @@ def stages(sent: int, *done: int, silent: float = 12.34) -> list[StageProgress]:
 
 def test_the_stage_that_is_furthest_behind_holds_the_step() -> None:
     assert explain_progress(stages(44, 42, 41, 41)) == (
-        "stage 1 has been silent for 12.3 s: it has done step 41 and holds step 42: stage 0 has "
-        "sent its activations, so it computes, does not run, or they do not arrive; stage 2 waits "
-        "for activations of step 42 from stage 1"
+        "stage 1 has been silent for 12.3 s: it has done step 41 and holds step 42, whose "
+        "activations stage 0 has sent: it computes, does not run, or they do not arrive; stage 2 "
+        "waits for activations of step 42 from stage 1"
     )
+
+
+def test_what_its_ranks_say_is_told_instead_of_what_may_be() -> None:
+    doing = {1: "TP rank 0 has waited for activations for 12.0 s", 2: "not asked for"}
+    words = explain_progress(stages(44, 42, 41, 41), doing)
+    assert words is not None
+    assert "has sent: TP rank 0 has waited for activations for 12.0 s; stage 2 waits" in words
 
 
 def test_the_first_stage_waits_on_nobody() -> None:

@@ -130,6 +130,11 @@ def test_all_differences_are_named_not_only_the_first() -> None:
     ]
 
 
+def test_who_only_looks_brings_no_device() -> None:
+    (finding,) = join(answer(members=[]), device=None)
+    assert finding.outcome is Outcome.OK
+
+
 def test_a_node_rank_that_another_host_holds() -> None:
     (finding,) = join(answer(members=[member(0, "head-host"), member(1, "node-z")]))
     assert finding.outcome is Outcome.FAILED
@@ -246,6 +251,20 @@ def test_a_request_that_hangs_names_the_stage_and_what_waits_on_it() -> None:
     assert finding.what.startswith("stage 1 has been silent for 12.3 s: it has done step 41")
     assert "stage 2 waits for activations of step 42 from stage 1" in finding.what
     assert "stage 1" in finding.remedy
+
+
+def test_what_the_ranks_of_the_stage_said_is_told() -> None:
+    members = [member(pp_rank, "node-a") for pp_rank in range(3)]
+    waits = stage_worker_pb2.RANK_PHASE_RECEIVE
+    for pp_rank, phase in enumerate((1, waits, waits)):
+        members[pp_rank].status.ranks.add(tp_rank=0, phase=phase, phase_seconds=11.96)
+        members[pp_rank].status.ranks.add(tp_rank=1, phase=phase, phase_seconds=11.9)
+    said = answer(members=members, progress=progress(42, 41, 41, sent=43, silent=12.34))
+    (finding,) = check_progress(said)
+    assert (
+        "TP rank 0 has waited for activations for 12.0 s, TP rank 1 has waited for activations for "
+        "11.9 s; stage 2 waits"
+    ) in finding.what
 
 
 def test_progress_of_a_mesh_that_moves_or_rests() -> None:

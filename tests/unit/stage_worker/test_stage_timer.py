@@ -21,6 +21,18 @@ class Clock:
         return self.now_ns
 
 
+def test_what_the_loop_does_now_is_known() -> None:
+    clock = Clock()
+    timer = StageTimer(clock)
+    clock.now_ns += 2_000_000_000
+    assert timer.present() == (Phase.CONTROL_WAIT, 2.0)
+    timer.enter(Phase.RECEIVE)
+    clock.now_ns += 500_000_000
+    assert timer.present() == (Phase.RECEIVE, 0.5)
+    timer.restart()
+    assert timer.present() == (Phase.RECEIVE, 0.0)
+
+
 def phases(clock: step_pb2.StageClock) -> tuple[int, int, int, int]:
     return clock.control_wait_ns, clock.receive_ns, clock.compute_ns, clock.send_ns
 
