@@ -368,13 +368,14 @@ class RankLoop:
         return self._runner
 
     def _prepare_ahead(self, last_step_id: int) -> _Ahead | rank_pb2.RankCommand | None:
-        """Takes the next command, if one is there, and prepares it where it is a step.
+        """Takes the next command, if one is there or comes while the device is known to be busy,
+        and prepares it where it is a step.
 
         The device computes meanwhile. What is wrong with the step is said in its turn:
         preparing it again, which a refused step allows, finds the same.
         """
         try:
-            item = self._queue.get_nowait()
+            item = self._queue.get(timeout=self._platform.busy_seconds())
         except queue.Empty:
             return None
         if not isinstance(item, QueuedStep):

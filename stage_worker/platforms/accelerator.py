@@ -42,6 +42,9 @@ class AcceleratorPlatform:
     def synchronize(self) -> None:
         torch.accelerator.synchronize()
 
+    def busy_seconds(self) -> float:
+        return 0.0
+
     def memory(self) -> tuple[int, int]:
         free, total = torch.get_device_module(self.name).mem_get_info()
         return int(free), int(total)

@@ -86,6 +86,11 @@ class Platform(Protocol):
         """Waits until what was queued on the device is done."""
         ...
 
+    def busy_seconds(self) -> float:
+        """How long the device will be busy at least with what was queued; 0 where that is not
+        known."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
         ...

@@ -50,6 +50,9 @@ class CpuPlatform:
     def synchronize(self) -> None:
         pass
 
+    def busy_seconds(self) -> float:
+        return 0.0
+
     def memory(self) -> tuple[int, int]:
         return _available_and_total_bytes()
 

@@ -62,6 +62,7 @@ class SimulatedModel:
         self._default_kv_bytes = default_kv_bytes
         self._busy_until = busy_until
         self._cache: KeyCache | None = None
+        self._started_ns = 0
 
     @property
     def is_first(self) -> bool:
@@ -105,7 +106,8 @@ class SimulatedModel:
         return RotaryRows(positions, positions)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[n] -> [n, hidden], with the ids where later stages find a key."""
+        """[n] -> [n, hidden], with the ids where later stages find a key. A step begins here."""
+        self._started_ns = time.monotonic_ns()
         words = np.zeros((len(token_ids), 2), np.uint64)
         words[:, 0] = token_ids.numpy()
         return self._pack(words)
@@ -113,8 +115,9 @@ class SimulatedModel:
     def forward(
         self, hidden_states: Tensor, rotary: RotaryRows, metadata: AttentionMetadata
     ) -> Tensor:
-        """[n, hidden] -> [n, hidden]; the device is busy with it from now on."""
-        self._busy_until(time.monotonic_ns() + self._cost_ns(metadata))
+        """[n, hidden] -> [n, hidden]; the device is busy from the step's beginning on."""
+        started_ns = self._started_ns if self.is_first else time.monotonic_ns()
+        self._busy_until(started_ns + self._cost_ns(metadata))
         if self._cache is None:
             raise ConfigError("the key cache is not allocated: Load must come before a step")
         words = hashing.unpack(hidden_states)
