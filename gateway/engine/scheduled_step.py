@@ -58,8 +58,7 @@ class ScheduledStep:
     """Those of them that belong to prompts, or to logs that are computed again."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """Tokens that a step brought to a sequence, whose `finish_reason` may be set by them."""
 
     sequence: Sequence

@@ -222,7 +222,8 @@ class Scheduler:
                 raise StageFailed(f"step {result.step_id} brought no token for its row {index}")
             sequence.expected.popleft()
             accepted = self._accept(sequence, token_ids)
-            logprobs = logprobs_from_proto(result_row, len(accepted))
+            asks_logprobs = sequence.sampling.num_logprobs is not None
+            logprobs = logprobs_from_proto(result_row, len(accepted)) if asks_logprobs else ()
             outputs.append(SequenceOutput(sequence, accepted, logprobs))
         return outputs
 
@@ -407,16 +408,16 @@ class Scheduler:
     # Ends of lives.
 
     def _accept(self, sequence: Sequence, token_ids: Iterable[int]) -> tuple[int, ...]:
-        accepted: list[int] = []
-        for token_id in token_ids:
-            accepted.append(token_id)
+        sampled = tuple(token_ids)
+        count = 0
+        for count, token_id in enumerate(sampled, 1):  # noqa: B007 (counts what was accepted)
             if sequence.append(token_id):
                 break
         if sequence.finish_reason is not None:
             self._end(sequence)
         elif sequence.status is SequenceStatus.RUNNING and not sequence.expected:
             self._ready[sequence] = None
-        return tuple(accepted)
+        return sampled[:count]
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:

@@ -111,7 +111,9 @@ def test_a_stop_token_ends_a_sequence() -> None:
 
 def test_tokens_after_a_stop_are_dropped() -> None:
     sim = simulation()
-    sequence = new_sequence((1, 2), 10, stop_token_ids=frozenset({7}))
+    sequence = new_sequence(
+        (1, 2), 10, stop_token_ids=frozenset({7}), sampling=SamplingParams(num_logprobs=0)
+    )
     sim.scheduler.add(sequence)
     (scheduled,) = sim.pump()
     row = step_pb2.ResultRow(row=0, token_ids=[5, 7, 9])
