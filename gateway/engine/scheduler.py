@@ -27,16 +27,10 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from gateway.engine.block_manager import CachedPrefix
-from gateway.engine.scheduled_step import (
-    ScheduledRow,
-    ScheduledStep,
-    SchedulerLimits,
-    SequenceOutput,
-)
-from gateway.engine.sequence import ExpectedToken, Sequence, SequenceStatus
+from gateway.engine.scheduled_step import ScheduledStep, SchedulerLimits, SequenceOutput
+from gateway.engine.sequence import Sequence, SequenceStatus
 from gateway.engine.sequence_blocks import SequenceBlocks
 from gateway.engine.step_budget import (
     StepCosts,
@@ -44,29 +38,14 @@ from gateway.engine.step_budget import (
     lone_prompt_chunk,
     mixed_prompt_chunk,
 )
+from gateway.engine.step_draft import StepDraft
 from gateway.engine.types import FinishReason
 from gateway.engine.waiting_queue import WaitingQueue, service_order
-from gateway.engine.wire import logprobs_from_proto, slot_start
+from gateway.engine.wire import logprobs_from_proto
 from services.errors import ContextTooLong, StageFailed
 from stagemesh.v1 import step_pb2
 
 SECONDS_PER_NS = 1e-9
-UNKNOWN_TOKEN = (0,)
-"""Stands where a reference gives the token."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step in the making."""
-
-    step: step_pb2.Step
-    step_id: int
-    free_steps: int
-    """Steps that may still be sent before a result is due, this one included."""
-    rows: list[ScheduledRow] = field(default_factory=list)
-    num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    short_of_blocks: bool = False
 
 
 class Scheduler:
@@ -182,16 +161,14 @@ class Scheduler:
         free_steps = self._most_in_flight() - len(self._in_flight)
         if free_steps <= 0:
             return None
-        step = step_pb2.Step(epoch=self._epoch, step_id=self._next_step_id)
-        draft = _Draft(step, self._next_step_id, free_steps)
+        draft = StepDraft(self._epoch, self._next_step_id, free_steps)
         self._add_decodes(draft)
         self._add_prompt_chunks(draft)
         if not draft.rows:
             return None
-        step.released_slots.extend(self._released_slots)
+        scheduled = draft.finish(self._released_slots)
         self._released_slots.clear()
         self._next_step_id += 1
-        scheduled = ScheduledStep(step, draft.rows, draft.num_tokens, draft.num_prompt_tokens)
         self._in_flight.append(scheduled)
         return scheduled
 
@@ -240,7 +217,7 @@ class Scheduler:
             return self.limits.max_steps_in_flight + 1
         return self.limits.max_steps_in_flight
 
-    def _prompt_quota(self, draft: _Draft) -> int:
+    def _prompt_quota(self, draft: StepDraft) -> int:
         """Prompt tokens that may go into the step, one at least if there is budget."""
         limits = self.limits
         budget = limits.max_num_batched_tokens - draft.num_tokens
@@ -270,7 +247,7 @@ class Scheduler:
 
     # Filling a step.
 
-    def _add_decodes(self, draft: _Draft) -> None:
+    def _add_decodes(self, draft: StepDraft) -> None:
         latest = draft.step_id - self._num_batches()
         ready = [sequence for sequence in self._ready if _can_decode(sequence, latest)]
         if not ready:
@@ -296,7 +273,7 @@ class Scheduler:
             return self.limits.max_steps_in_flight
         return min(self.limits.max_steps_in_flight, self._num_decoding())
 
-    def _add_prompt_chunks(self, draft: _Draft) -> None:
+    def _add_prompt_chunks(self, draft: StepDraft) -> None:
         if not self._prefilling and not self._waiting:
             return
         budget = self._prompt_quota(draft)
@@ -313,7 +290,7 @@ class Scheduler:
             self._admit(draft, sequence, prefix)
             budget -= self._add_chunk(draft, sequence, budget)
 
-    def _next_admission(self, draft: _Draft) -> CachedPrefix | None:
+    def _next_admission(self, draft: StepDraft) -> CachedPrefix | None:
         """What is cached of the first in the queue, if it can run now: if it gets a slot and,
         for certain, the blocks of its log."""
         sequence = self._waiting.first
@@ -330,7 +307,7 @@ class Scheduler:
         needed += self._blocks.missing_in_all(self._prefilling)
         return prefix if needed <= self._blocks.num_free else None
 
-    def _admit(self, draft: _Draft, sequence: Sequence, prefix: CachedPrefix) -> None:
+    def _admit(self, draft: StepDraft, sequence: Sequence, prefix: CachedPrefix) -> None:
         slot = heapq.heappop(self._free_slots)
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
@@ -342,9 +319,9 @@ class Scheduler:
                 self.prefix_cache_hits += sequence.num_cached_tokens
         self._running[sequence] = None
         insort(self._prefilling, sequence, key=service_order)
-        draft.step.starts.append(slot_start(sequence, slot))
+        draft.start(sequence, slot)
 
-    def _add_chunk(self, draft: _Draft, sequence: Sequence, budget: int) -> int:
+    def _add_chunk(self, draft: StepDraft, sequence: Sequence, budget: int) -> int:
         """Adds as much of a prompt as budget and blocks allow; returns its tokens."""
         position = sequence.num_scheduled_tokens
         if not self._make_room(draft, sequence, position + 1):
@@ -357,38 +334,16 @@ class Scheduler:
         draft.num_prompt_tokens += num_tokens
         return num_tokens
 
-    def _add_row(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
-        position = sequence.num_scheduled_tokens
-        end = position + num_tokens
-        num_sampled = 1 if num_tokens == sequence.num_unscheduled_tokens else 0
-        row = draft.step.rows.add(
-            slot=sequence.slot,
-            position=position,
-            token_ids=sequence.token_ids[position:end] or UNKNOWN_TOKEN,
-            num_sampled=num_sampled,
-        )
+    def _add_row(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
+        end = sequence.num_scheduled_tokens + num_tokens
+        samples = num_tokens == sequence.num_unscheduled_tokens
         new_block_ids = self._blocks.grow(sequence, end, draft.step_id)
-        if new_block_ids:
-            row.new_block_ids.extend(new_block_ids)
-        if sequence.expected:
-            reference = row.references.add().reference
-            reference.step_id, reference.row = sequence.expected[0]
-        if num_sampled:
-            self._expect(draft, sequence)
-        draft.rows.append(ScheduledRow(sequence, num_sampled))
-        draft.num_tokens += num_tokens
-        sequence.num_scheduled_tokens = end
-        sequence.rows_in_flight += 1
-        sequence.last_step_id = draft.step_id
-
-    def _expect(self, draft: _Draft, sequence: Sequence) -> None:
-        """The next row samples a token for the sequence."""
-        sequence.expected.append(ExpectedToken(draft.step_id, len(draft.rows)))
-        if self.limits.async_scheduling and sequence.num_tokens_to_come > 0:
+        draft.add_row(sequence, num_tokens, new_block_ids, samples=samples)
+        if samples and self.limits.async_scheduling and sequence.num_tokens_to_come > 0:
             self._ready[sequence] = None
-            draft.step.returns_tokens = True
+            draft.return_tokens()
 
-    def _make_room(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
+    def _make_room(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> bool:
         """Sees to it that `num_tokens` of a sequence get blocks, at the cost of later ones."""
         needed = self._blocks.missing(sequence, num_tokens)
         while needed > self._blocks.num_free:
