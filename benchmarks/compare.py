@@ -19,6 +19,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -117,6 +118,8 @@ def _layer_weights(model_path: Path) -> int:
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Prints every round, then the medians with what is wanted."""
+    # Else the servers would stay: they are in sessions of their own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = _options(arguments)
     model_path = resolve_model(DEMO_MODEL)
     weights = weights_of(Path(model_path))
