@@ -61,7 +61,8 @@ def examine(request: DoctorRequest) -> Examination:
     devices = layout.devices()
     path, plan = _examine_model(request, layout, devices.kind)
     findings += layout.findings
-    if plan is not None and plan.placements_of(config.node_rank):
+    has_own_stages = plan is not None and bool(plan.placements_of(config.node_rank))
+    if plan is not None and has_own_stages and not layout.is_on_cluster:
         findings += _memory(config, plan, node, devices)
     weights = None if path is None or not request.deep else ContentHash(path)
     head, silence = _ask(request, weights)

@@ -25,6 +25,7 @@ class Check(str, Enum):
 
     SETTINGS = "settings"
     DEVICES = "devices"
+    RAY = "ray"
     MODEL = "model"
     PARTITION = "partition"
     COMPATIBILITY = "compatibility"

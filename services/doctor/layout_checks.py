@@ -7,12 +7,14 @@ the two cannot disagree; at the end the whole plan is made once, as `serve` make
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from services.config import ServeConfig
 from services.doctor.findings import Check, Finding, Outcome, failed, ok, refused, warning
 from services.doctor.gather import unreadable
+from services.doctor.ray_check import check_ray, names_cluster
 from services.errors import ModelError, PartitionError, StagemeshError
 from services.launch.devices import KINDS, SIMULATED, present_devices, resolve_device
 from services.mesh_plan import MeshPlan, make_plan
@@ -46,6 +48,8 @@ class LayoutChecks:
         self._host = host
         self.findings: list[Finding] = []
         self._is_refused = False
+        self.is_on_cluster = names_cluster(config)
+        """Whether ranks run on nodes of Ray's choice, and this one may have none."""
 
     def _try(self, check: Check, action: Callable[[], _T]) -> _T | None:
         """The action's result; None where `serve` would be refused, which is noted."""
@@ -71,8 +75,18 @@ class LayoutChecks:
         )
 
     def devices(self) -> NodeDevices:
-        """Are there as many devices as TP x PP x DP needs here?"""
+        """Are there as many devices as TP x PP x DP needs, here or on the Ray cluster?"""
         config, shape = self._config, self._sizes
+        if config.distributed_executor_backend == "ray":
+            found_on_ray, kind_on_ray = check_ray(config, shape)
+            self._note(found_on_ray)
+            if found_on_ray.outcome is Outcome.FAILED:
+                self._is_refused = True
+            if kind_on_ray is not None:
+                # As `serve`: Ray says what the cluster has.
+                self._config = replace(config, device=kind_on_ray)
+            if self.is_on_cluster:
+                return NodeDevices(self._config.device, 0, 0)
         found = self._try(Check.DEVICES, lambda: resolve_device(config.device, config.cpu_devices))
         share = self._try(Check.DEVICES, lambda: ranks_per_node(shape, config.nnodes))
         kind, count = found or (config.device, 0)
@@ -188,22 +202,24 @@ class LayoutChecks:
         length = self._try(Check.LAYOUT, lambda: resolve_max_model_len(config.max_model_len, facts))
         if self._is_refused or length is None:
             return None
-        plan = self._try(Check.LAYOUT, lambda: make_plan(config, path, self._host))
+        own_devices = config.distributed_executor_backend != "ray"
+        plan = self._try(
+            Check.LAYOUT, lambda: make_plan(config, path, self._host, own_devices=own_devices)
+        )
         if plan is not None:
-            own = plan.placements_of(config.node_rank)
-            stages = "; ".join(
-                f"stage {place.pp_rank}: layers {place.layer_start} to {place.layer_end - 1} on "
-                f"{counted(len(place.device_indices), 'device')}"
-                for place in own
-            )
-            self._note(
-                ok(
-                    Check.LAYOUT,
-                    f"{plan.dtype}, at most {length} tokens in a sequence; "
-                    f"here {stages or 'no stage'}",
-                )
-            )
+            words = f"{plan.dtype}, at most {length} tokens in a sequence; {self._stages(plan)}"
+            self._note(ok(Check.LAYOUT, words))
         return plan
+
+    def _stages(self, plan: MeshPlan) -> str:
+        if self.is_on_cluster:
+            return "Ray places the stages"
+        stages = "; ".join(
+            f"stage {place.pp_rank}: layers {place.layer_start} to {place.layer_end - 1} on "
+            f"{counted(len(place.device_indices), 'device')}"
+            for place in plan.placements_of(self._config.node_rank)
+        )
+        return f"here {stages or 'no stage'}"
 
 
 def settings_findings(problems: tuple[StagemeshError, ...]) -> Iterator[Finding]:

@@ -215,7 +215,7 @@ def connect(cpu_devices: int | None) -> Iterator[RayCluster]:
     """
     address = os.environ.get(ADDRESS_ENV) or LOCAL
     is_ours = address == LOCAL
-    _check_installed()
+    check_installed()
     _check_address(address, cpu_devices)
     for name, value in {**_QUIET, **(_PRIVATE if is_ours else {})}.items():
         os.environ.setdefault(name, value)
@@ -248,7 +248,8 @@ def connect(cpu_devices: int | None) -> Iterator[RayCluster]:
         cluster.close()
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Raises `ConfigError` where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "--distributed-executor-backend ray needs Ray, which is not installed; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 import os
 import subprocess
 import sys
@@ -184,3 +185,22 @@ def test_no_cluster_at_the_address(tiny: Path) -> None:
     assert time.monotonic() - started < 60
     assert code == 1
     assert "the Ray cluster at RAY_ADDRESS=127.0.0.1:9 cannot be used" in line
+
+
+def test_the_doctor_asks_the_cluster(tiny: Path, two_nodes: RayCluster) -> None:
+    """It says what Ray sees and where the stages would be, and leaves nothing behind."""
+    words = [sys.executable, "-m", "services.cli", "doctor", str(tiny), "--json", *RAY]
+    for _ in range(2):
+        done = subprocess.run(
+            [*words, "-tp", "2", "-pp", "2", "--port", "0", "--grpc-port", "0"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, **two_nodes.environment},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        findings = json.loads(done.stdout)["findings"]
+        (found,) = [f["what"] for f in findings if f["check"] == "ray"]
+        # All four CPUs: had the first one kept them, the second would not get any.
+        assert "sees 2 CPU on 127.0.0.1, 2 CPU on 127.0.0.1, and has room: stage 0 on" in found
+        assert not [f for f in findings if f["check"] in ("devices", "memory")]

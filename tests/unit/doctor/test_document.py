@@ -32,7 +32,8 @@ from services.doctor.node_checks import (
 )
 from services.doctor.report import Report, finding_lines, render
 from services.doctor.weights_check import check_weights_equal
-from services.errors import StagemeshError
+from services.errors import StageFailed, StagemeshError
+from services.launch.ray_bundles import RayNode, unmet_message
 from services.models.content_hash import FileHash, HashProgress
 from services.software import Version
 from services.topology.compatibility import MeshRequest, broken_rules
@@ -78,6 +79,13 @@ def devices() -> list[Finding]:
         "unset ASCEND_RT_VISIBLE_DEVICES, or list more devices in it",
     )
     return [refused(Check.DEVICES, error.value), hidden]
+
+
+def ray() -> list[Finding]:
+    shape = MeshShape(1, 8, 2, (1, 1))
+    nodes = [RayNode("a", "10.0.0.1", {"NPU": 8}), RayNode("b", "10.0.0.2", {"NPU": 4})]
+    message = unmet_message(shape, "NPU", ["a", None], nodes, 4.0, 30.0)
+    return [refused(Check.RAY, StageFailed(message))]
 
 
 def compatibility() -> list[Finding]:
@@ -222,6 +230,7 @@ def progress() -> list[Finding]:
 def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
     made = {
         Check.DEVICES: devices(),
+        Check.RAY: ray(),
         Check.PARTITION: partition(),
         Check.COMPATIBILITY: compatibility(),
         Check.LAYOUT: layout(tmp_path),
