@@ -132,8 +132,8 @@ def test_running_requests_are_spread_over_the_steps_in_flight(
 
 
 def test_the_pipeline_stays_full(decoding: Sequence[StageStep]) -> None:
-    """A lenient bound, for a machine that others use too; `benchmarks pipeline-fullness` holds
-    the real one."""
+    """A lenient bound, for a machine that others use too; `benchmarks pipeline-fullness` measures
+    how full."""
     assert step_seconds(decoding, PP_SIZE) < 0.02 / 0.8
 
 
