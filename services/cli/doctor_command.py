@@ -14,8 +14,8 @@ from services.cli.settings import doctor_request
 MODEL = Positional("[MODEL]", "what serve would be given; without it the node alone is looked at")
 _DESCRIPTION = (
     "Checks this node before or while stagemesh serve runs on it: call it with the flags of serve. "
-    "With --master-addr it asks the head too. Downloads, starts and changes nothing. Exit code 1 if "
-    "a check has failed, 2 for wrong usage."
+    "With --master-addr it asks the head too. Downloads, starts and changes nothing. Exit code 1 "
+    "if a check has failed, 2 for wrong usage."
 )
 
 
