@@ -19,15 +19,17 @@ from types import TracebackType
 
 import psutil
 
-# A token of its own, so that Ray writes none to the home directory; addresses of this
-# machine only (see services/launch/ray_cluster.py).
-PRIVATE_CLUSTER = {
+AUTHENTICATION = {
+    # A token of its own, so that Ray writes none to the home directory.
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "stagemesh-test-" + "0" * 32,
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-START_TIMEOUT_SECONDS = 90.0
+PRIVATE_CLUSTER = {
+    **AUTHENTICATION,
+    # Addresses of this machine only (see services/launch/ray_cluster.py).
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
 STOP_TIMEOUT_SECONDS = 20.0
 _NODES = """
 import json, os, sys
