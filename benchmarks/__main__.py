@@ -10,6 +10,7 @@ from benchmarks import (
     cpu_linear,
     front_door,
     gateway_step,
+    long_prompt,
     pipeline_fullness,
     start_up,
 )
@@ -18,6 +19,7 @@ BENCHMARKS = {
     "start-up": start_up.main,
     "gateway-step": gateway_step.main,
     "front-door": front_door.main,
+    "long-prompt": long_prompt.main,
     "async-scheduling": async_scheduling.main,
     "pipeline-fullness": pipeline_fullness.main,
     "cpu-linear": cpu_linear.main,
