@@ -20,13 +20,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import httpx
 import psutil
+
+from tests.tiny_models import TinyShape
 
 READY_TIMEOUT_SECONDS = 60.0
 """CI machines are slow and shared; how fast a start has to be is a test of its own."""
 CTRL_C_SECONDS = 5.0
 CPU_DEVICES = 16
 """Ranks that a test may run, however few cores there are."""
+ENDLESS_TOKENS = 16_000
+"""More than a tiny model makes while anything is waited for."""
+ENDLESS = TinyShape(max_position_embeddings=ENDLESS_TOKENS + 512)
+"""A tiny model that can be asked for them."""
 _JOIN_AT = re.compile(r"workers join at ([^:]+):(\d+)")
 _BANNER = re.compile(r"serves (\S+) at (http://\S+) \(gRPC (\S+)\)")
 
@@ -145,6 +152,20 @@ class MeshProcess:
     def workers(self) -> list[psutil.Process]:
         """The stage worker processes."""
         return [p for p in self.tree() if "stage-worker" in p.cmdline()]
+
+    def endless(self) -> httpx.Response:
+        """A request that runs until something ends it: its model has the shape `ENDLESS`."""
+        body = {"model": self.model_name, "prompt": "a", "max_tokens": ENDLESS_TOKENS}
+        return httpx.post(
+            f"{self.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=30
+        )
+
+    def wait_until_running(self, count: int) -> None:
+        """Until so many requests hold slots."""
+        line = f"stagemesh_requests_running {float(count)}\n"
+        wait_for(
+            lambda: line in httpx.get(f"{self.url}/metrics").text, 10.0, f"{count} requests running"
+        )
 
     def log(self) -> str:
         """What all processes have written to stderr."""

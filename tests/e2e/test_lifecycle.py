@@ -10,21 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.mesh_process import MeshProcess, is_running, wait_for
+from tests.mesh_process import ENDLESS, MeshProcess, is_running, wait_for
 from tests.tiny_models import make_tiny_llama
 
-FLAGS = ("-pp", "2", "--max-model-len", "256")
+FLAGS = ("-pp", "2")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("lifecycle") / "tiny", tied=True)
-
-
-def endless(mesh: MeshProcess) -> httpx.Response:
-    """A request that runs until something ends it, or for 200 tokens."""
-    body = {"model": mesh.model_name, "prompt": "a", "max_tokens": 200, "ignore_eos": True}
-    return httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=30)
+    path = tmp_path_factory.mktemp("lifecycle") / "tiny"
+    return make_tiny_llama(path, tied=True, shape=ENDLESS)
 
 
 def test_ctrl_c_ends_everything_in_5_s(tiny: Path) -> None:
@@ -49,8 +44,8 @@ def test_a_killed_gateway_leaves_no_process(tiny: Path) -> None:
 def test_a_dead_stage_reaches_clients_with_its_cause_in_3_s(tiny: Path, victim: str) -> None:
     """F1: no hang; a typed error that names the stage."""
     with MeshProcess(tiny, *FLAGS) as mesh, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(endless, mesh) for _ in range(4)]
-        time.sleep(0.3)
+        answers = [pool.submit(mesh.endless) for _ in range(4)]
+        mesh.wait_until_running(4)
         killed = mesh.ranks()[1] if victim == "rank" else mesh.workers()[0]
         killed.kill()
         started = time.monotonic()

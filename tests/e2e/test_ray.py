@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from tests.e2e.test_oracle import PROMPTS, Answer, Oracle, ask_all, check
-from tests.mesh_process import MeshProcess, is_running, wait_for
+from tests.mesh_process import ENDLESS, MeshProcess, is_running, wait_for
 from tests.ray_cluster import PRIVATE_CLUSTER, RayCluster, own_cluster
-from tests.tiny_models import TinyShape, make_tiny_llama
+from tests.tiny_models import make_tiny_llama
 
-RAY = ("--distributed-executor-backend", "ray", "--max-model-len", "256")
+RAY = ("--distributed-executor-backend", "ray")
 END_SECONDS = 10.0
 """In which nothing is left of a mesh whose gateway has been killed."""
 
@@ -33,7 +33,7 @@ END_SECONDS = 10.0
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ray") / "tiny"
-    return make_tiny_llama(path, tied=True, shape=TinyShape(num_layers=5))
+    return make_tiny_llama(path, tied=True, shape=ENDLESS)
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +123,6 @@ def raylet_of(pid: int) -> int:
     return next(p.pid for p in psutil.Process(pid).parents() if p.name().startswith("raylet"))
 
 
-def endless(mesh: MeshProcess) -> httpx.Response:
-    """A request that runs until something ends it, or for 200 tokens."""
-    body = {"model": mesh.model_name, "prompt": "a", "max_tokens": 200, "ignore_eos": True}
-    return httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=30)
-
-
 def test_a_dead_actor_reaches_clients_in_3_s(tiny: Path, two_nodes: RayCluster) -> None:
     """The cluster stays, and has room for the next mesh."""
     known = set(two_nodes.tree())
@@ -139,8 +133,8 @@ def test_a_dead_actor_reaches_clients_in_3_s(tiny: Path, two_nodes: RayCluster) 
         started = [p for p in two_nodes.tree() if p not in known]
         actors = [p for p in started if "RankActor" in p.cmdline()[0]]
         assert len(actors) == 2
-        answers = [pool.submit(endless, mesh) for _ in range(4)]
-        time.sleep(0.3)
+        answers = [pool.submit(mesh.endless) for _ in range(4)]
+        mesh.wait_until_running(4)
         actors[0].kill()
         killed = time.monotonic()
         responses = [answer.result(timeout=10) for answer in answers]
