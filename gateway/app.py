@@ -78,8 +78,7 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
             deployment, assets = _prepare(config, stack, launch_workers=launch_workers)
             trace = None if config.step_trace is None else StepTrace(Path(config.step_trace))
         except ConfigError as error:
-            # What is wrong here stays wrong: its exit code tells a supervisor not to start again.
-            raise UsageError(error.message, param=error.param) from error
+            raise _for_good(error) from error
         try:
             uvloop.run(_serve_until_stopped(deployment, assets, trace))
         except* Stopped:
@@ -93,6 +92,11 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
         # Outside of the handler, which would wrap it in a group again.
         raise failure
     return 0
+
+
+def _for_good(error: ConfigError) -> UsageError:
+    """What is wrong stays wrong: its exit code tells a supervisor not to start again."""
+    return UsageError(error.message, param=error.param)
 
 
 def _prepare(
@@ -270,7 +274,8 @@ class Gateway:
             # Clients have been told; let their last bytes out before everything ends.
             log.error("the mesh has failed: %s", failure.message)
             await self._close_doors()
-            raise failure
+            # A model that does not fit what the ranks have found will not fit the next time.
+            raise _for_good(failure) if isinstance(failure, ConfigError) else failure
 
     async def _close_doors(self) -> None:
         """Takes no more connections and waits, bounded, for the last bytes to go out."""

@@ -80,16 +80,6 @@ class BlockManager:
         """Blocks that become free when the steps in flight are done."""
         return self._num_fenced
 
-    @property
-    def num_in_use(self) -> int:
-        """Blocks that belong to somebody."""
-        return self.num_blocks - self.num_free - self._num_fenced
-
-    @property
-    def num_registered(self) -> int:
-        """Blocks that a prefix can find."""
-        return len(self._registered)
-
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -125,11 +125,6 @@ class Sequence:
         known = len(self.token_ids) - self.prompt_length
         return self.stop.max_tokens - known - len(self.expected)
 
-    @property
-    def most_cached_tokens(self) -> int:
-        """Tokens in the cache at the end; the last token drawn is never fed back."""
-        return self.prompt_length + self.stop.max_tokens - 1
-
     def append(self, token_id: int) -> bool:
         """Adds a sampled token to the log; returns whether it ended the sequence.
 

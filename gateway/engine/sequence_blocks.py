@@ -16,7 +16,7 @@ NOTHING_CACHED = CachedPrefix([], grows=False)
 
 
 class SequenceBlocks:
-    """Every block of one epoch, by owner. Counts what the prefix cache brings."""
+    """Every block of one epoch, by the sequence that owns it."""
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         self._manager = BlockManager(num_blocks, block_size)

@@ -20,6 +20,9 @@ CHUNK_BYTES = 4 << 20
 STALL_SECONDS = 60.0
 """A disk that gives nothing for so long gives nothing."""
 
+CLOSE_SECONDS = 0.25
+"""Time for the thread to end: many chunks' of a disk that works, and short for an event loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileHash:
@@ -82,10 +85,11 @@ class ContentHash:
         return HashProgress(hashed_bytes, self._progress.total_bytes, (), how)
 
     def close(self) -> None:
-        """Ends it within one chunk, if it runs."""
+        """Ends it within one chunk, if it runs. Waits `CLOSE_SECONDS` at most: the thread of a
+        disk that gives nothing is left, and does not keep the process."""
         self._stop.set()
         if self._started:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:

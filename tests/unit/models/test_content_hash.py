@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -76,5 +77,13 @@ def test_a_disk_that_gives_nothing_is_not_waited_for(
     weights = ContentHash(model.path)
     found = weights.finish(stall_seconds=0.05)
     assert found.error == "nothing was read for 0 s"
-    go_on.set()
+    # Nor does anyone who leaves wait for it: this is called on an event loop.
+    started = time.monotonic()
     weights.close()
+    assert time.monotonic() - started < 5
+    assert not go_on.is_set()
+    (thread,) = [t for t in threading.enumerate() if t.name == "content-hash"]
+    assert thread.daemon
+    go_on.set()
+    thread.join(10)
+    assert not thread.is_alive()
