@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stage_worker.filters import filter_logits
+from stage_worker.splitmix64 import mix
 from stagemesh.v1 import step_pb2
 
 GREEDY_BELOW = 1e-5
@@ -26,8 +27,6 @@ GREEDY_BELOW = 1e-5
 LARGEST_LOGIT = 1e30
 """What overflowed is held to this, and what is not a number becomes its negative. A
 division by any temperature that is not greedy leaves it finite in float32."""
-_MASK_64 = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UNIT_53 = 2.0**-53
 
 
@@ -280,17 +279,10 @@ def _bound(logits: Tensor) -> None:
 def uniform(seed: int, choice_index: int, position: int) -> float:
     """A number in [0, 1), a pure function of its arguments.
 
-    SplitMix64 (Steele, Lea and Flood, 2014), its finalizer applied once for each argument.
+    SplitMix64, applied once for each argument.
     """
-    state = _mix(_mix(_mix(seed) + choice_index) + position)
+    state = mix(mix(mix(seed) + choice_index) + position)
     return (state >> 11) * _UNIT_53
-
-
-def _mix(value: int) -> int:
-    z = (value + _GOLDEN_GAMMA) & _MASK_64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return z ^ (z >> 31)
 
 
 def _report(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stage_worker.layers.attention.metadata import AttentionMetadata, DecodeGroup, PromptChunk
-from stage_worker.simulated.tokens import GOLDEN_GAMMA, MULTIPLIER_1, MULTIPLIER_2
+from stage_worker.splitmix64 import GOLDEN_GAMMA, MULTIPLIER_1, MULTIPLIER_2
 
 WORD_BYTES = 8
 ROW_BYTES = 2 * WORD_BYTES
@@ -20,7 +20,7 @@ ROW_BYTES = 2 * WORD_BYTES
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """`tokens.mix` for uint64 values of any shape; numpy's integers wrap around."""
+    """`splitmix64.mix` for uint64 values of any shape; numpy's integers wrap around."""
     z = values + np.uint64(GOLDEN_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MULTIPLIER_2)

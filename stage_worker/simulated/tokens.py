@@ -10,19 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MASK_64 = (1 << 64) - 1
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-MULTIPLIER_2 = 0x94D049BB133111EB
-"""SplitMix64 (Steele, Lea and Flood, 2014)."""
-
-
-def mix(value: int) -> int:
-    """SplitMix64's finalizer: 64 bits to 64 bits, one to one."""
-    z = (value + GOLDEN_GAMMA) & _MASK_64
-    z = ((z ^ (z >> 30)) * MULTIPLIER_1) & _MASK_64
-    z = ((z ^ (z >> 27)) * MULTIPLIER_2) & _MASK_64
-    return z ^ (z >> 31)
+from stage_worker.splitmix64 import MASK_64, mix
 
 
 def token_key(token_id: int, position: int) -> int:
@@ -39,10 +27,10 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int) -> 
     """The `num_tokens` tokens that a right mesh gives after `prompt`."""
     history = 0
     for position, token_id in enumerate(prompt):
-        history = (history + token_key(token_id, position)) & _MASK_64
+        history = (history + token_key(token_id, position)) & MASK_64
     output: list[int] = []
     while len(output) < num_tokens:
         token_id = next_token(history, vocab_size)
         output.append(token_id)
-        history = (history + token_key(token_id, len(prompt) + len(output) - 1)) & _MASK_64
+        history = (history + token_key(token_id, len(prompt) + len(output) - 1)) & MASK_64
     return output

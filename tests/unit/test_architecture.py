@@ -219,6 +219,43 @@ def test_files_can_be_read_at_a_sitting() -> None:
     assert not too_long, f"over {MAX_LINES} lines, split by job: {too_long}"
 
 
+def weak_assertions(source: str) -> list[int]:
+    """Lines of assertions that are a choice (`assert x >= 1 if a else 2` asserts 2 where a is
+    false), a bare literal, or a tuple, which is always true."""
+    literals = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+    parts = [
+        (node.lineno, part)
+        for node in nodes
+        for part in (node.test.values if isinstance(node.test, ast.BoolOp) else [node.test])
+    ]
+    never = (ast.IfExp, ast.Lambda, ast.GeneratorExp, *literals)
+    return [line for line, part in parts if isinstance(part, never)]
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("assert x >= 0.9 if two else 0.88", [1]),
+        ("assert x >= (0.9 if two else 0.88)", []),
+        ("assert (x, 'why')", [1]),
+        ("assert a or 0.5", [1]),
+        ("assert all(x for x in y)", []),
+    ],
+)
+def test_assertions_that_say_nothing_are_found(source: str, lines: list[int]) -> None:
+    assert weak_assertions(source) == lines
+
+
+def test_every_assertion_says_something() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{line}"
+        for path in own_files(*OWN_PACKAGES, *NOT_INSTALLED)
+        for line in weak_assertions(path.read_text())
+    ]
+    assert not wrong, f"assert one comparison, with the choice in parentheses inside it: {wrong}"
+
+
 def test_no_service_listens_to_the_world_by_itself() -> None:
     for config in (ServeConfig(model="m"), StageWorkerConfig()):
         for field in fields(config):

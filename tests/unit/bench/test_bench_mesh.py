@@ -70,7 +70,10 @@ def test_the_bubble_and_what_would_be_better(
 ) -> None:
     report = pipeline_report(MeshSize(pp_size, 1, 1), concurrency, {}, {})
     assert report.expected_bubble == pytest.approx(bubble)
-    assert (report.advice is None) if advice is None else (advice in str(report.advice))
+    if advice is None:
+        assert report.advice is None
+    else:
+        assert advice in str(report.advice)
 
 
 def test_replicas_share_the_requests() -> None:
