@@ -30,6 +30,7 @@ from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.membership import Membership
+from services.control.server import control_server
 from services.control.service import ControlService
 from services.errors import ConfigError, StagemeshError, UsageError, failure_of
 from services.launch.deployment import Deployment, deploy
@@ -40,12 +41,10 @@ from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
 from services.telemetry.metrics import Metrics
 from services.telemetry.step_trace import StepTrace
-from stagemesh.v1 import control_pb2_grpc
 from stagemesh.version import __version__
 
 log = logging.getLogger("stagemesh.gateway")
 
-CONTROL_SERVICE = "stagemesh.v1.ControlService"
 INTERRUPT_DRAIN_SECONDS = 1.0
 """After Ctrl-C somebody waits at the terminal."""
 TERMINATE_DRAIN_SECONDS = 20.0
@@ -205,10 +204,7 @@ class Gateway:
     async def run(self, stop: _StopRequest) -> None:
         """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""
         config = self._config
-        control_server = RpcServer([CONTROL_SERVICE])
-        control_pb2_grpc.add_ControlServiceServicer_to_server(
-            self._control, control_server.grpc_server
-        )
+        control = control_server(self._control)
         inference_server = create_inference_server(self._frontend, api_keys=config.api_key)
         rest_server = RestServer(
             create_rest_app(
@@ -223,17 +219,17 @@ class Gateway:
         launcher = self._launcher
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._frontend.close)
-            stack.callback(self._control.close)
+            stack.push_async_callback(self._control.close)
             stack.push_async_callback(self._mesh.close)
             stack.callback(rest_server.close)
             rest_port = rest_server.bind(config.host, config.port)
             grpc_port = inference_server.bind(config.host, config.grpc_port, flag="--grpc-port")
-            master_port = control_server.bind(
+            master_port = control.bind(
                 config.master_addr, self._wanted_master_port(), flag="--master-port"
             )
-            await control_server.start()
+            await control.start()
             log.info("workers join at %s", join_host_port(config.master_addr, master_port))
-            stack.push_async_callback(control_server.stop, grace_seconds=0.0)
+            stack.push_async_callback(control.stop, grace_seconds=0.0)
             await inference_server.start(serving=False)
             stack.push_async_callback(inference_server.stop, grace_seconds=DOOR_GRACE_SECONDS)
             if launcher is not None:

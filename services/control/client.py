@@ -45,6 +45,8 @@ class ControlClient:
                 waiting = error.code() in (
                     grpc.StatusCode.UNAVAILABLE,
                     grpc.StatusCode.DEADLINE_EXCEEDED,
+                    # As many calls as its server takes at a time.
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
                 )
                 if not waiting:
                     raise error_from_rpc(error) from None

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
 
-import grpc
-
-from services.control.membership import Member, Membership
+from services.control.membership import Membership
 from services.control.progress import StageProgress
+from services.control.worker_reports import WORKER_TIMEOUT_SECONDS, WorkerReports
 from services.errors import InvalidRequest
 from services.models.content_hash import ContentHash
-from services.rpc.channel import create_channel
 from services.software import installed_versions
-from services.topology.wire import placement_to_proto, shape_to_proto
-from stagemesh.v1 import control_pb2, stage_worker_pb2, stage_worker_pb2_grpc, topology_pb2
+from services.topology.wire import shape_to_proto
+from stagemesh.v1 import control_pb2, topology_pb2
 
 MAX_ECHO_BYTES = 4 << 20
 """Long enough to measure a bandwidth, short enough that nobody fills the head's memory."""
-WORKER_TIMEOUT_SECONDS = 2.0
-"""For all round trips to one worker: workers never compute, so a late one is a finding."""
-WORKER_ROUND_TRIPS = 3
 
 
 class MeshState(Protocol):
@@ -44,18 +38,22 @@ async def diagnose(
     membership: Membership,
     mesh: MeshState | None,
     weights: ContentHash | None,
+    workers: WorkerReports,
+    remaining_seconds: float | None,
 ) -> control_pb2.DiagnoseResponse:
-    """Everything that the head knows; workers are asked all at once, each with a deadline."""
-    now = asyncio.get_running_loop().time()
-    async with asyncio.TaskGroup() as tasks:
-        reports = [tasks.create_task(_report(member, now)) for member in membership.members]
+    """Everything that the head knows; workers are asked all at once, within half of what remains
+    to the doctor: one that hangs must not cost it the answer."""
+    timeout_seconds = WORKER_TIMEOUT_SECONDS
+    if remaining_seconds is not None:
+        timeout_seconds = min(timeout_seconds, remaining_seconds / 2)
+    reports = await workers.ask(membership.members, timeout_seconds)
     return control_pb2.DiagnoseResponse(
         node=socket.gethostname(),
         topology=shape_to_proto(membership.shape),
         fingerprint=membership.fingerprint,
         versions=version_fields(),
         device=membership.device,
-        members=[report.result() for report in reports],
+        members=reports,
         missing=membership.missing(),
         not_ready_reason="" if mesh is None else mesh.not_ready_reason(),
         progress=() if mesh is None else map(progress_to_proto, mesh.progress()),
@@ -116,40 +114,3 @@ def progress_from_proto(message: control_pb2.StageProgress) -> StageProgress:
         done_step_id=message.done_step_id,
         silent_seconds=message.silent_seconds,
     )
-
-
-async def _report(member: Member, now: float) -> control_pb2.MemberReport:
-    report = control_pb2.MemberReport(
-        node=member.node,
-        node_rank=member.node_rank,
-        address=member.address,
-        pid=member.pid,
-        placement=placement_to_proto(member.placement),
-        silent_seconds=max(0.0, now - member.heard_at),
-    )
-    channel = create_channel(member.address)
-    try:
-        async with asyncio.timeout(WORKER_TIMEOUT_SECONDS):
-            report.round_trip_seconds, status = await _round_trips(channel)
-        report.status.CopyFrom(status)
-    except (grpc.aio.AioRpcError, TimeoutError):
-        pass  # Absent fields say it.
-    finally:
-        await channel.close()
-    return report
-
-
-async def _round_trips(
-    channel: grpc.aio.Channel,
-) -> tuple[float, stage_worker_pb2.StatusResponse]:
-    """(shortest round trip in seconds, what the worker says); the first call, which connects, is
-    not counted."""
-    stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
-    request = stage_worker_pb2.StatusRequest()
-    status = await stub.Status(request, timeout=WORKER_TIMEOUT_SECONDS)
-    shortest = WORKER_TIMEOUT_SECONDS
-    for _ in range(WORKER_ROUND_TRIPS):
-        started = time.perf_counter()
-        status = await stub.Status(request, timeout=WORKER_TIMEOUT_SECONDS)
-        shortest = min(shortest, time.perf_counter() - started)
-    return shortest, status

@@ -12,6 +12,8 @@ import grpc
 
 from services.control.diagnosis import MeshState, diagnose, echo
 from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
+from services.control.server import DoctorCalls
+from services.control.worker_reports import WorkerReports
 from services.errors import JoinRefused, StageFailed
 from services.models.content_hash import ContentHash
 from stagemesh.v1 import control_pb2, control_pb2_grpc
@@ -35,14 +37,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._failure = ""
         self._mesh: MeshState | None = None
         self._weights: ContentHash | None = None
+        self._workers = WorkerReports()
+        self._doctor_calls = DoctorCalls()
 
     def tell_of(self, mesh: MeshState, model_path: Path) -> None:
         """Lets `Diagnose` tell of the mesh that is driven from here, and of its model's weights."""
         self._mesh = mesh
         self._weights = ContentHash(model_path)
 
-    def close(self) -> None:
-        """Ends a hash of the weights that is being made."""
+    async def close(self) -> None:
+        """Ends what doctors have started: questions to workers, a hash of the weights."""
+        await self._workers.close()
         if self._weights is not None:
             self._weights.close()
 
@@ -83,13 +88,22 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.DiagnoseRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.DiagnoseResponse:
         """A doctor asks."""
+        self._doctor_calls.enter(context)
         log.debug("a doctor on node %d (%.64r) asks", request.node_rank, request.node)
-        return await diagnose(request, self.membership, self._mesh, self._weights)
+        return await diagnose(
+            request,
+            self.membership,
+            self._mesh,
+            self._weights,
+            self._workers,
+            context.time_remaining(),
+        )
 
     async def Echo(
         self, request: control_pb2.EchoRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.EchoResponse:
         """A doctor measures."""
+        self._doctor_calls.enter(context)
         return echo(request)
 
     async def complete(self, timeout_seconds: float) -> None:

@@ -11,16 +11,18 @@ import grpc
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.diagnosis import echo, hash_to_proto, version_fields
+from services.control.server import DoctorCalls, control_server
 from services.doctor.examine import Examination
 from services.errors import PipelineUnavailable
 from services.models.content_hash import ContentHash
 from services.rpc.addresses import check_master_address, join_host_port
-from services.rpc.server import RpcServer
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
-CONTROL_SERVICE = "stagemesh.v1.ControlService"
 STOP_GRACE_SECONDS = 1.0
+MAX_NAMED_NODES = 256
+"""Who asks is named once; after so many, who is new is answered and not named."""
+_SHOWN_CHARACTERS = 64
 
 
 class ListeningDoctor(control_pb2_grpc.ControlServiceServicer):
@@ -36,26 +38,36 @@ class ListeningDoctor(control_pb2_grpc.ControlServiceServicer):
         self._answer = answer
         self._weights = weights
         self._say = say
-        self._asked: set[tuple[int, str]] = set()
+        self._named: set[tuple[int, str]] = set()
+        self._doctor_calls = DoctorCalls()
 
     async def Diagnose(
         self, request: control_pb2.DiagnoseRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.DiagnoseResponse:
         """A doctor on another node asks."""
-        asking = (request.node_rank, request.node)
-        if asking not in self._asked:
-            self._asked.add(asking)
-            self._say(f"node {request.node_rank} ({request.node:.64}) asks")
+        self._doctor_calls.enter(context)
+        self._name(request)
         answer = control_pb2.DiagnoseResponse()
         answer.CopyFrom(self._answer)
         if request.hash_weights:
             answer.content_hash.CopyFrom(hash_to_proto(self._weights))
         return answer
 
+    def _name(self, request: control_pb2.DiagnoseRequest) -> None:
+        """As ASCII in quotes: it is said on a terminal, and anybody may have sent it."""
+        asking = (request.node_rank, ascii(request.node[:_SHOWN_CHARACTERS]))
+        if asking in self._named or len(self._named) == MAX_NAMED_NODES:
+            return
+        self._named.add(asking)
+        self._say(f"node {asking[0]} ({asking[1]}) asks")
+        if len(self._named) == MAX_NAMED_NODES:
+            self._say(f"{MAX_NAMED_NODES} nodes have asked; further ones are not named")
+
     async def Echo(
         self, request: control_pb2.EchoRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.EchoResponse:
         """It measures."""
+        self._doctor_calls.enter(context)
         return echo(request)
 
     async def Join(
@@ -93,9 +105,7 @@ async def _listen(
     loop = asyncio.get_running_loop()
     path = examination.model_path
     weights = None if path is None else ContentHash(path)
-    server = RpcServer([CONTROL_SERVICE])
-    servicer = ListeningDoctor(told_to_others(examination), weights, say)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server.grpc_server)
+    server = control_server(ListeningDoctor(told_to_others(examination), weights, say))
     bound = server.bind(host, port, flag="--master-port")
     await server.start()
     for signal_number in (signal.SIGINT, signal.SIGTERM):

@@ -12,8 +12,8 @@ from services.errors import ConfigError
 MIB = 1024 * 1024
 
 MESH_MAX_MESSAGE_BYTES = 64 * MIB
-"""Between gateway, control service and stage workers, either way. The largest message
-is a step that starts many replayed sequences with their token history."""
+"""Between gateway and stage workers, either way, where a server sets no limit of its own. The
+largest message is a step that starts many replayed sequences with their token history."""
 
 INFERENCE_MAX_REQUEST_BYTES = 8 * MIB
 """From a client; the same as the REST body limit."""

@@ -18,12 +18,13 @@ from services.config import ServeConfig
 from services.control.diagnosis import MAX_ECHO_BYTES
 from services.control.membership import Membership
 from services.control.progress import ProgressTable, StageProgress
+from services.control.server import CONTROL_MAX_REQUEST_BYTES, MAX_DOCTOR_CALLS, control_server
 from services.control.service import ControlService
 from services.doctor.findings import Check, Outcome
 from services.doctor.gather import gather_node
 from services.doctor.head import HeadFacts, Obstacle, Unanswered, ask_head
 from services.doctor.mesh_checks import check_head
-from services.errors import InvalidRequest
+from services.errors import BodyTooLarge, InvalidRequest, Saturated
 from services.rpc.channel import create_channel
 from services.rpc.errors import error_from_rpc
 from services.rpc.server import RpcServer
@@ -34,7 +35,6 @@ from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
 from stagemesh.v1 import control_pb2, control_pb2_grpc, topology_pb2
 from tests.unit.topology.model_directory import ModelDirectory
 
-CONTROL = "stagemesh.v1.ControlService"
 SHAPE = MeshShape(dp_size=1, tp_size=1, pp_size=2, pp_layer_partition=(3, 2))
 FINGERPRINT = stated_fingerprint(SHAPE.pp_layer_partition, tp_size=1, pp_size=2)
 TIMEOUT_SECONDS = 5.0
@@ -73,11 +73,9 @@ async def head(
     control = ControlService(Membership(SHAPE, placements, FINGERPRINT, "cpu", nodes_planned=False))
     if mesh is not None:
         control.tell_of(mesh, model_path)
-    server = RpcServer([CONTROL])
-    control_pb2_grpc.add_ControlServiceServicer_to_server(control, server.grpc_server)
-    async with served(server) as port:
+    async with served(control_server(control)) as port:
         yield control, port
-    control.close()
+    await control.close()
 
 
 @contextlib.asynccontextmanager
@@ -190,9 +188,81 @@ async def test_too_many_bytes_are_not_sent_back() -> None:
             await stub.Echo(control_pb2.EchoRequest(payload=payload + b"x"), timeout=5)
         error = error_from_rpc(refusal.value)
         assert isinstance(error, InvalidRequest) and error.param == "payload"
-        limits = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
-        assert f"`MAX_ECHO_BYTES` (`services/control/diagnosis.py`), {MAX_ECHO_BYTES} b" in limits
+        far_too_many = bytes(CONTROL_MAX_REQUEST_BYTES)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Echo(control_pb2.EchoRequest(payload=far_too_many), timeout=5)
+        assert isinstance(error_from_rpc(refusal.value), BodyTooLarge)
         await channel.close()
+
+
+async def test_a_doctor_with_little_time_is_not_told_that_the_head_hangs() -> None:
+    """The worker hangs; half of the time is for the answer that says so."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        async with head() as (control, port):
+            join(control, deaf.getsockname()[1], 0)
+            found = await ask_head("127.0.0.1", port, 0, 1.0)
+    assert isinstance(found, HeadFacts)
+    assert not found.answer.members[0].HasField("status")
+
+
+async def test_many_doctors_ask_each_worker_once_and_leave_room_for_workers() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        deaf.setblocking(False)
+        async with head() as (control, port):
+            join(control, deaf.getsockname()[1], 0)
+            channel = create_channel(f"127.0.0.1:{port}")
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            asked = [
+                stub.Diagnose(control_pb2.DiagnoseRequest(node_rank=rank), timeout=10)
+                for rank in range(MAX_DOCTOR_CALLS)
+            ]
+            # Until all of them wait for the worker.
+            refusal = None
+            for _ in range(100):
+                try:
+                    await stub.Echo(control_pb2.EchoRequest(), timeout=5)
+                except grpc.aio.AioRpcError as error:
+                    refusal = error_from_rpc(error)
+                    break
+            assert isinstance(refusal, Saturated), refusal
+            assert "16 calls of doctors are being answered here" in refusal.message
+            beat = await stub.Heartbeat(control_pb2.HeartbeatRequest(worker_id="?"), timeout=5)
+            assert beat.leave
+            answers = [await one for one in asked]
+            assert [len(answer.members) for answer in answers] == [1] * MAX_DOCTOR_CALLS
+            # Their places are free again, also after a call that was refused.
+            for _ in range(2 * MAX_DOCTOR_CALLS):
+                await stub.Echo(control_pb2.EchoRequest(), timeout=5)
+            await channel.close()
+        connections = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                deaf.accept()[0].close()
+                connections += 1
+    assert connections == 1
+
+
+def running_coroutines() -> set[str]:
+    return {getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()}
+
+
+async def test_questions_to_workers_end_with_the_head() -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        async with head() as (control, port):
+            join(control, deaf.getsockname()[1], 0)
+            channel = create_channel(f"127.0.0.1:{port}")
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            # Longer than this doctor waits, the worker is asked.
+            await stub.Diagnose(control_pb2.DiagnoseRequest(), timeout=0.4)
+            await channel.close()
+            assert "_ask" in running_coroutines()
+        assert "_ask" not in running_coroutines()
 
 
 async def test_names_that_do_not_resolve() -> None:

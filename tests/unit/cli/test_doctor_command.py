@@ -254,7 +254,7 @@ def test_two_nodes_are_compared_before_anything_is_served(
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 0
     assert process.stderr is not None
-    assert process.stderr.read() == f"node 1 ({socket.gethostname()}) asks\n"
+    assert process.stderr.read() == f"node 1 ({socket.gethostname()!r}) asks\n"
 
 
 def test_a_worker_that_is_started_too_early_is_told(

@@ -58,6 +58,10 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
             "Inside the gateway",
             {"DEFAULT_MAX_WAITING", "MERGE_QUEUE_SIZE", "SLOW_READER_SECONDS", "DRAIN_BYTES"},
         ),
+        (
+            "Control service",
+            {"CONTROL_MAX_REQUEST_BYTES", "MAX_CONTROL_RPCS", "MAX_DOCTOR_CALLS", "MAX_ECHO_BYTES"},
+        ),
     ],
 )
 def test_what_stands_elsewhere_is_right_too(section: str, some: set[str]) -> None:
