@@ -6,7 +6,7 @@ the flags' names with underscores. Nothing here reads a model or a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.topology.additional_config import NO_ADDITIONAL_CONFIG, AdditionalConfig
 from services.topology.kv_transfer import KvTransferConfig
@@ -15,6 +15,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 8001
 DEFAULT_MASTER_PORT = 29550
+API_KEY_VARIABLE = "STAGEMESH_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class ServeConfig:
     """"auto" reads generation_config.json of the model, "none" ignores it, else a directory."""
     seed: int | None = None
     """Makes the seeds that the gateway draws repeatable."""
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
     device: str = "auto"
     sim_cost: str | None = None
     """File with what steps cost on simulated devices."""

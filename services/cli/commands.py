@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from services.cli.arguments import Positional, parse_arguments
+from services.cli.environment import take_environment
 from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS
 from services.cli.main import load_service
 from services.cli.settings import serve_config, stage_worker_config
@@ -48,10 +48,10 @@ def stage_worker(argv: Sequence[str]) -> int:
         None,
         argv,
     )
-    config = stage_worker_config(arguments, STAGE_WORKER_GROUPS, os.environ)
+    config = stage_worker_config(arguments, STAGE_WORKER_GROUPS, take_environment())
     return load_service("stage_worker.service_main", "run", "worker")(config)
 
 
 def _serve_config(command: str, description: str, argv: Sequence[str]) -> ServeConfig:
     arguments = parse_arguments(command, description, SERVE_GROUPS, MODEL, argv)
-    return serve_config(command, arguments, SERVE_GROUPS, os.environ)
+    return serve_config(command, arguments, SERVE_GROUPS, take_environment())

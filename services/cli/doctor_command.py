@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 from services.cli.arguments import Positional, parse_arguments
 from services.cli.doctor_flags import DOCTOR_GROUPS
+from services.cli.environment import take_environment
 from services.cli.main import EXIT_FAILED
 from services.cli.settings import doctor_request
 
@@ -25,7 +25,7 @@ def doctor(argv: Sequence[str]) -> int:
     from services.doctor.report import render, to_json
 
     arguments = parse_arguments("doctor", _DESCRIPTION, DOCTOR_GROUPS, MODEL, argv)
-    request = doctor_request(arguments, DOCTOR_GROUPS, os.environ)
+    request = doctor_request(arguments, DOCTOR_GROUPS, take_environment())
     examination = examine(request)
     report = examination.report
     sys.stdout.write(to_json(report) if request.json else render(report))

@@ -13,7 +13,7 @@ from enum import Enum
 
 from services.cli import json_values, values
 from services.cli.values import Parser
-from services.config import DEFAULT_MASTER_PORT
+from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT
 from services.topology.compatibility import INTERCONNECTS
 
 
@@ -181,10 +181,10 @@ SERVE_GROUPS = (
                 ("--api-key",),
                 values.texts,
                 "keys that clients may use (also STAGEMESH_API_KEY, which other users of "
-                "the machine cannot read)",
+                "the machine cannot read; with ray only there or in the file)",
                 metavar="KEY",
                 arity=Arity.MANY,
-                environment="STAGEMESH_API_KEY",
+                environment=API_KEY_VARIABLE,
             ),
             Flag(
                 ("--served-model-name",),

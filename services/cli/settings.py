@@ -19,7 +19,7 @@ from services.cli.plan_flags import PlanRequest
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
-from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
+from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
 from services.doctor.request import DoctorRequest
 from services.errors import ConfigError
 from services.topology.compatibility import check_compatibility, request_of
@@ -37,6 +37,7 @@ def serve_config(
     """The config of `serve` and `gateway`. Raises `UsageError`, also for what cannot be combined
     whatever the model: that is known before one is looked for."""
     fields, model = _merge(command, arguments, groups, environment, Positional("MODEL", ""))
+    _check_keys(arguments, fields)
     config = ServeConfig(model=_required(command, model), **fields)
     for contradiction in contradictions(command, config):
         raise contradiction
@@ -51,11 +52,13 @@ def doctor_request(
     arguments: Arguments, groups: Sequence[FlagGroup], environment: Mapping[str, str]
 ) -> DoctorRequest:
     """What `doctor` is asked: the config of `serve`, and everything that `serve` would refuse
-    about it. Raises `UsageError` for an unknown flag or a file that cannot be read only."""
+    about it. Raises `UsageError` for an unknown flag, a file that cannot be read and a key that
+    asking Ray would tell it, only."""
     refused: list[UsageError] = []
     fields, model = _merge(
         "doctor", arguments, groups, environment, Positional("MODEL", ""), refused
     )
+    _check_keys(arguments, fields)
     own_names = [flag.field for flag in OWN_FLAGS]
     own = {name: fields.pop(name) for name in own_names if name in fields}
     config = ServeConfig(model=model or "", **fields)
@@ -102,6 +105,17 @@ def stage_worker_config(
     """The config of `stage-worker`. Raises `UsageError`."""
     fields, _ = _merge("stage-worker", arguments, groups, environment, None)
     return StageWorkerConfig(**fields)
+
+
+def _check_keys(arguments: Arguments, fields: Mapping[str, Any]) -> None:
+    """Ray keeps the command line of whoever connects to it, for all users of the cluster.
+    Raises `UsageError`."""
+    if fields.get("distributed_executor_backend") == "ray" and "api_key" in arguments.values:
+        raise UsageError(
+            "--api-key on the command line would be shown in Ray's list of jobs; put the key into "
+            f"the environment ({API_KEY_VARIABLE}) or into the file of --config (api-key)",
+            param="--api-key",
+        )
 
 
 def _required(command: str, model: str | None) -> str:

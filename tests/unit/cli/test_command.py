@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import main
+from services.cli import commands, main
+from services.config import ServeConfig, StageWorkerConfig
 from stagemesh.version import __version__
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +51,28 @@ def test_a_failure_while_running_is_one_line_and_exit_code_1(
     err = capfd.readouterr().err
     assert err.startswith("stagemesh: error: smollm2-135m-instruct cannot be put into")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "of_the_service"), [(("serve", "m"), ("secret",)), (("stage-worker",), None)]
+)
+def test_what_a_command_starts_does_not_inherit_the_key(
+    command: tuple[str, ...],
+    of_the_service: tuple[str, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    def service(config: ServeConfig | StageWorkerConfig) -> int:
+        child = [sys.executable, "-c", "import os; print(os.environ.get('STAGEMESH_API_KEY'))"]
+        seen.append(subprocess.check_output(child, text=True).strip())
+        seen.append(getattr(config, "api_key", None))
+        return 0
+
+    monkeypatch.setenv("STAGEMESH_API_KEY", "secret")
+    monkeypatch.setattr(commands, "load_service", lambda *_: service)
+    assert main(command) == 0
+    assert seen == ["None", of_the_service]
 
 
 @pytest.mark.parametrize(

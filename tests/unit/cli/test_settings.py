@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.arguments import Positional, parse_arguments
+from services.cli.doctor_flags import DOCTOR_GROUPS
 from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS, all_flags
-from services.cli.settings import serve_config, stage_worker_config
+from services.cli.settings import doctor_request, serve_config, stage_worker_config
 from services.cli.usage import UsageError
 from services.cli.vllm import vllm_serve_flags
 from services.config import ServeConfig, StageWorkerConfig
@@ -197,9 +198,26 @@ def test_the_environment_is_named_when_it_is_wrong() -> None:
 
 
 def test_a_key_from_the_environment_is_used_and_never_shown(tmp_path: Path) -> None:
-    assert parse("m", environment={"STAGEMESH_API_KEY": "secret"}).api_key == ("secret",)
+    config = parse("m", environment={"STAGEMESH_API_KEY": "secret"})
+    assert config.api_key == ("secret",)
+    assert "secret" not in repr(config)
     path = write(tmp_path, "api-key: [secret, '']\n")
     assert "secret" not in refusal("m", "--config", path)
+
+
+def test_ray_does_not_get_the_key(tmp_path: Path) -> None:
+    """It keeps the command line of whoever connects, and shows it to all of its users."""
+    path = write(tmp_path, "distributed-executor-backend: ray\n")
+    for argv in (("m", *RAY, "--api-key", "secret"), ("m", "--config", path, "--api-key=secret")):
+        message = refusal(*argv)
+        assert "STAGEMESH_API_KEY" in message and "--config" in message
+        assert "secret" not in message
+        arguments = parse_arguments("doctor", "", DOCTOR_GROUPS, Positional("[MODEL]", ""), argv)
+        with pytest.raises(UsageError, match="Ray's list of jobs"):
+            doctor_request(arguments, DOCTOR_GROUPS, {})
+    path = write(tmp_path, "distributed-executor-backend: ray\napi-key: secret\n")
+    assert parse("m", "--config", path).api_key == ("secret",)
+    assert parse("m", *RAY, environment={"STAGEMESH_API_KEY": "secret"}).api_key == ("secret",)
 
 
 def test_free_ports_do_not_clash() -> None:
