@@ -56,7 +56,13 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
         ("At start", {"MAX_CONFIG_FILE_BYTES", "MAX_CONNECTORS", "MAX_FILE_BYTES"}),
         (
             "Inside the gateway",
-            {"DEFAULT_MAX_WAITING", "MERGE_QUEUE_SIZE", "SLOW_READER_SECONDS", "DRAIN_BYTES"},
+            {
+                "DEFAULT_MAX_WAITING",
+                "MERGE_QUEUE_SIZE",
+                "SLOW_READER_SECONDS",
+                "DRAIN_BYTES",
+                "MAX_TRACE_BYTES",
+            },
         ),
         (
             "Control service",

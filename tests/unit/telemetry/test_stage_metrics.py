@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.observer import MeasuringObserver
 from services.errors import ConfigError
+from services.telemetry import step_trace
+from services.telemetry.metrics import Metrics
 from services.telemetry.stage_metrics import BUBBLE_WINDOW_SECONDS, BusyWindow, StageMetrics
-from services.telemetry.step_trace import StepTrace
+from services.telemetry.step_trace import BLOCK_BYTES, StepTrace
 from stagemesh.v1 import step_pb2
 
 SECOND_NS = 1_000_000_000
@@ -136,3 +143,63 @@ def test_a_trace_is_a_json_array_of_complete_events(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--step-trace .* cannot be written: No such file"):
         StepTrace(tmp_path / "none" / "trace.json")
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """The system takes no more bytes into any file of this process: as a full disk does it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def trace_steps(trace: StepTrace, count: int) -> None:
+    """As a mesh does it: what is raised here ends serving."""
+    observer = MeasuringObserver(Metrics(), trace)
+    for step_id in range(1, count + 1):
+        observer.on_stage_step(0, 0, step_pb2.StepResult(epoch=1, step_id=step_id))
+
+
+def traced_names(path: Path) -> list[str]:
+    return [event["name"] for event in json.loads(path.read_text().rstrip(",\n") + "]")]
+
+
+def test_a_disk_that_fills_up_ends_the_trace_and_not_the_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.json"
+    trace = StepTrace(path)
+    with file_size_limit(BLOCK_BYTES + BLOCK_BYTES // 2):
+        trace_steps(trace, 1000)
+        trace.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "cannot be written: File too large; no more steps are traced" in caplog.text
+    names = traced_names(path)
+    # Whole lines only, and no hole.
+    assert names == [f"step {n}" for n in range(1, len(names) + 1)]
+    assert BLOCK_BYTES <= path.stat().st_size < BLOCK_BYTES + 1000
+
+
+def test_a_disk_that_is_full_at_the_end_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    trace = StepTrace(Path("/dev/full"))
+    trace_steps(trace, 1)
+    trace.close()
+    trace.close()
+    assert caplog.text.count("--step-trace /dev/full cannot be written: No space left") == 1
+
+
+def test_a_trace_has_a_greatest_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_trace, "MAX_TRACE_BYTES", 3000)
+    path = tmp_path / "trace.json"
+    trace = StepTrace(path)
+    trace_steps(trace, 100)
+    trace.close()
+    assert 2000 < path.stat().st_size <= 3000
+    names = traced_names(path)
+    assert names == [f"step {n}" for n in range(1, len(names) + 1)]
+    assert caplog.text.count("has its full length of 3000 bytes") == 1
