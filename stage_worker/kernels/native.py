@@ -11,11 +11,11 @@ import ctypes
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from services.errors import StageFailed
-from stage_worker.kernels.build import KernelsUnavailable, load_library
+from stage_worker.kernels.build import load_library
+from stage_worker.kernels.self_check import check_kernels
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.backend import AttentionBackend
 from stage_worker.layers.attention.metadata import AttentionMetadata
@@ -78,7 +78,7 @@ class NativeOperators:
         self._library = Library()
         self._num_threads = num_threads
         self._otherwise = otherwise
-        self._check()
+        check_kernels(self, TorchOperators())
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """See `Operators.linear`."""
@@ -114,15 +114,6 @@ class NativeOperators:
         if not fits:
             return self._otherwise.attention(num_heads, num_kv_heads, head_dim, dtype)
         return NativeAttention(self._library, num_heads, num_kv_heads, head_dim, self._num_threads)
-
-    def _check(self) -> None:
-        """A compiler may be wrong; a wrong product must not be served."""
-        weight = torch.sin(torch.arange(40 * 24, dtype=torch.float32)).view(40, 24)
-        bias = torch.arange(40, dtype=torch.float32) / 40
-        x = torch.cos(torch.arange(7 * 24, dtype=torch.float32)).view(7, 24)
-        product = self.linear(weight, bias)(x)
-        if not torch.allclose(product, F.linear(x, weight, bias), atol=1e-4):
-            raise KernelsUnavailable("the compiled kernels give wrong results")
 
 
 class NativeLinear:

@@ -265,6 +265,45 @@ class TestLibrary:
         linear = NativeOperators(2, TORCH).linear(weight, None)
         torch.testing.assert_close(linear(x), F.linear(x, weight), atol=1e-5, rtol=1e-5)
 
+    @pytest.mark.parametrize(
+        ("source", "right", "wrong", "what"),
+        [
+            ("vector.h", "case 3: panel_3(", "case 3: panel_2(", "matrix product, 3 rows"),
+            ("layers.c", "/ (float)width + eps", "/ (float)(width + 1) + eps", "RMS norm"),
+            ("layers.c", "vexp(-g) + 1.0f", "vexp(-g) + 1.01f", "SiLU"),
+            ("layers.c", "(c + i) + b *", "(c + i) - b *", "rotation, keys in the cache"),
+            ("layers.c", "slots[row] * kv, x,", "slots[row] * kv, x - kv,", "values in the cache"),
+            ("attention.c", "case 3: mix_3(", "case 3: mix_2(", "decode attention"),
+            ("attention.c", "/ s->group + 1 - start", "/ s->group + 2 - start", "prompt attention"),
+        ],
+    )
+    def test_wrong_kernels_are_not_served(
+        self,
+        home: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        source: str,
+        right: str,
+        wrong: str,
+        what: str,
+    ) -> None:
+        """As a compiler with a fault would make them."""
+        for path in (build._HEADER, *build.SOURCES):
+            text = path.read_text()
+            if path.name == source:
+                assert text.count(right) == 1
+                text = text.replace(right, wrong)
+            (home / path.name).write_text(text)
+        monkeypatch.setattr(build, "SOURCES", [home / path.name for path in build.SOURCES])
+        # Compiled in a fraction of the time.
+        flags = tuple(flag for flag in build._BASE_FLAGS if flag != "-O3")
+        monkeypatch.setattr(build, "_BASE_FLAGS", flags)
+        with pytest.raises(KernelsUnavailable) as caught:
+            NativeOperators(1, TORCH)
+        assert str(caught.value) == f"the compiled kernels give wrong results ({what})"
+        assert isinstance(CpuPlatform().operators(enforce_eager=False), TorchOperators)
+        assert what in caplog.text
+
     def test_a_library_that_others_can_change_is_not_loaded(self, home: Path) -> None:
         load_library()
         (library,) = (home / "kernels").iterdir()

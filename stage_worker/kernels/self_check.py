@@ -1,0 +1,96 @@
+"""Every kernel against torch, once, on small inputs: a compiler may be wrong, and a CPU may lie
+about its features. What differs must not be served.
+
+Takes some 10 ms. Shapes are chosen so that each of a kernel's ways is gone: every number of rows
+that a panel takes at a time, every number of heads that share a KV head at a time, sequences that
+end inside a block and behind the first span of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from stage_worker.kernels.build import KernelsUnavailable
+from stage_worker.kv.paged_cache import LayerKVCache
+from stage_worker.layers.attention.metadata import RowSpan, build_metadata
+from stage_worker.layers.operators import Operators
+from stage_worker.layers.rotary import RotaryTable
+
+TOLERANCE = 1e-4
+"""Absolute and relative; inputs are about 1. Rounding gives 1e-6, a wrong term far more."""
+_MOST_ROWS = 9
+"""One more than a panel takes at a time, at most."""
+_GROUPS = (1, 2, 3, 4, 7)
+"""Query heads of one KV head; more than four are taken in parts of four."""
+_DIM = 32
+_KV_HEADS = 2
+_BLOCK_SIZE = 16
+_ROWS = (RowSpan(0, 2, 1), RowSpan(1, 69, 1), RowSpan(2, 0, 9), RowSpan(3, 61, 8))
+_NUM_DECODES = 2
+_BLOCKS_PER_ROW = 5
+
+
+def check_kernels(kernels: Operators, reference: Operators) -> None:
+    """Raises `KernelsUnavailable` that names the first kernel which gives something else."""
+    draw = torch.Generator().manual_seed(1)  # torch's own generator is left as it is
+    checks = (
+        *_matrix_products(kernels, reference, draw),
+        *_elementwise(kernels, reference, draw),
+        *_attention(kernels, reference, draw),
+    )
+    for name, given, expected in checks:
+        if not torch.allclose(given, expected, atol=TOLERANCE, rtol=TOLERANCE):
+            raise KernelsUnavailable(f"the compiled kernels give wrong results ({name})")
+
+
+Check = tuple[str, Tensor, Tensor]
+"""What, the kernel's result, torch's."""
+
+
+def _matrix_products(
+    kernels: Operators, reference: Operators, draw: torch.Generator
+) -> Iterator[Check]:
+    weight, bias = torch.randn(40, 24, generator=draw), torch.randn(40, generator=draw)
+    x = torch.randn(_MOST_ROWS, 24, generator=draw)
+    for offset in (bias, None):
+        given, expected = (one.linear(weight, offset) for one in (kernels, reference))
+        for rows in range(1, _MOST_ROWS + 1):
+            yield f"matrix product, {rows} rows", given(x[:rows]), expected(x[:rows])
+
+
+def _elementwise(
+    kernels: Operators, reference: Operators, draw: torch.Generator
+) -> Iterator[Check]:
+    weight, x = torch.randn(48, generator=draw), torch.randn(3, 48, generator=draw)
+    given, expected = (one.rms_norm(weight, 1e-5)(x) for one in (kernels, reference))
+    yield "RMS norm", given, expected
+    gate_up = torch.randn(2, 2 * 48, generator=draw)
+    gate_up[0, :48] = torch.linspace(-100.0, 100.0, 48)
+    given, expected = (one.silu_mul(gate_up.clone()) for one in (kernels, reference))
+    yield "SiLU", given, expected
+
+
+def _attention(kernels: Operators, reference: Operators, draw: torch.Generator) -> Iterator[Check]:
+    """Steps of decodes and prompts."""
+    num_slots, cpu = len(_ROWS), torch.device("cpu")
+    tables = torch.randperm(num_slots * _BLOCKS_PER_ROW, generator=draw).view(num_slots, -1)
+    positions = torch.cat([torch.arange(row.position, row.length) for row in _ROWS])
+    metadata = build_metadata(_ROWS, positions.numpy(), tables.int().numpy(), _BLOCK_SIZE, cpu)
+    longest = max(row.length for row in _ROWS)
+    rotary = RotaryTable(_DIM, 100.0, None, longest, torch.float32, cpu).rows(positions)
+    past = torch.randn((2, tables.numel(), _BLOCK_SIZE, _KV_HEADS, _DIM), generator=draw)
+    for group in _GROUPS:
+        qkv = torch.randn(len(positions), (group + 2) * _KV_HEADS, _DIM, generator=draw)
+        results = []
+        for one in (kernels, reference):
+            cache = LayerKVCache(*past.clone())
+            attend = one.attention(group * _KV_HEADS, _KV_HEADS, _DIM, torch.float32)
+            results.append((attend(qkv.clone(), rotary, cache, metadata), cache))
+        (given, ours), (expected, torchs) = results
+        yield "rotation, keys in the cache", ours.keys, torchs.keys
+        yield "values in the cache", ours.values, torchs.values
+        yield "decode attention", given[:_NUM_DECODES], expected[:_NUM_DECODES]
+        yield "prompt attention", given[_NUM_DECODES:], expected[_NUM_DECODES:]
