@@ -7,7 +7,7 @@ pipeline neighbours lie next to each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.topology.facts import MeshShape
@@ -30,6 +30,8 @@ class RayNode:
     address: str
     resources: Mapping[str, float]
     """All that the node has, also what others use."""
+    free: Mapping[str, float]
+    """What nobody uses; a resource of which all is used may be absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +99,111 @@ def number_ranks(
     return tuple(places)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many bundles of one size the nodes hold."""
+
+    ranks_per_bundle: int
+    needed: int
+    free: int
+    """Bundles that find room in what nobody uses."""
+    total: int
+    """Bundles that would find room if nobody used anything."""
+
+
+def rooms(shape: MeshShape, resource: str, nodes: Sequence[RayNode]) -> tuple[Room, ...]:
+    """Room for the bundles of each way to ask for them, the better way first. All bundles are
+    alike, so a node holds as many of them as go into what it has."""
+
+    def held(size: int, resources: Iterable[Mapping[str, float]]) -> int:
+        return sum(int(each.get(resource, 0) // size) for each in resources)
+
+    return tuple(
+        Room(
+            ranks_per_bundle=size,
+            needed=shape.world_size * shape.dp_size // size,
+            free=held(size, (node.free for node in nodes)),
+            total=held(size, (node.resources for node in nodes)),
+        )
+        for size in bundle_sizes(shape.tp_size)
+    )
+
+
+def whose_bundle(ranks_per_bundle: int) -> str:
+    """What one bundle is for."""
+    return "TP group" if ranks_per_bundle > 1 else "rank"
+
+
+def in_use(resource: str, nodes: Sequence[RayNode]) -> str:
+    """What somebody uses, over the cluster and by node."""
+    used = [n.resources.get(resource, 0) - n.free.get(resource, 0) for n in nodes]
+    total = sum(n.resources.get(resource, 0) for n in nodes)
+    by_node = _by_node(
+        nodes,
+        [f"{u:g} of {n.resources.get(resource, 0):g}" for u, n in zip(used, nodes, strict=True)],
+    )
+    return f"{sum(used):g} of {total:g} {resource} in use ({by_node})"
+
+
+def _by_node(nodes: Sequence[RayNode], amounts: Sequence[str]) -> str:
+    shown = [
+        f"{amount} on {node.address}"
+        for amount, node in zip(amounts[:_SHOWN_NODES], nodes, strict=False)
+    ]
+    if len(nodes) > _SHOWN_NODES:
+        shown.append(f"and {len(nodes) - _SHOWN_NODES} nodes more")
+    return ", ".join(shown)
+
+
+def seen(resource: str, nodes: Sequence[RayNode]) -> str:
+    """What each node has."""
+    return _by_node(nodes, [f"{n.resources.get(resource, 0):g} {resource}" for n in nodes])
+
+
 def unmet_message(
     shape: MeshShape,
     resource: str,
     bundle_node_ids: Sequence[str | None],
     nodes: Sequence[RayNode],
-    free: float,
     waited_seconds: float,
 ) -> str:
     """Why the mesh is not there: which bundles are unmet, what is needed, what Ray sees.
 
-    `bundle_node_ids` has None for a bundle without a node; `free` is what of the resource
-    nobody uses, over the whole cluster.
+    `bundle_node_ids` has None for a bundle without a node.
     """
-    needed = shape.world_size * shape.dp_size
-    ranks_per_bundle = needed // len(bundle_node_ids)
     unmet = [index for index, node_id in enumerate(bundle_node_ids) if node_id is None]
+    count = len(bundle_node_ids)
+    how = f"bundles of Ray's placement group are unmet after {waited_seconds:.0f} s"
+    return _insufficient(shape, resource, unmet, count, how, nodes)
+
+
+def too_small_message(shape: MeshShape, resource: str, room: Room, nodes: Sequence[RayNode]) -> str:
+    """Why the mesh can never be there, in the same words."""
+    unmet = range(room.total, room.needed)
+    how = "bundles would be unmet even if nobody used the cluster"
+    return _insufficient(shape, resource, unmet, room.needed, how, nodes)
+
+
+def _insufficient(
+    shape: MeshShape,
+    resource: str,
+    unmet: Sequence[int],
+    count: int,
+    how: str,
+    nodes: Sequence[RayNode],
+) -> str:
+    """`unmet` are some of `count` bundles."""
+    needed = shape.world_size * shape.dp_size
+    ranks_per_bundle = needed // count
     listed = ", ".join(map(str, unmet[:_SHOWN_BUNDLES]))
     if len(unmet) > _SHOWN_BUNDLES:
         listed += ", ..."
-    whose = "TP group" if ranks_per_bundle > 1 else "rank"
     total = sum(node.resources.get(resource, 0) for node in nodes)
-    seen = [f"{n.resources.get(resource, 0):g} on {n.address}" for n in nodes[:_SHOWN_NODES]]
-    if len(nodes) > _SHOWN_NODES:
-        seen.append(f"and {len(nodes) - _SHOWN_NODES} nodes more")
+    free = sum(node.free.get(resource, 0) for node in nodes)
+    by_node = _by_node(nodes, [f"{n.resources.get(resource, 0):g}" for n in nodes])
     return (
-        f"insufficient resources: {len(unmet)} of {len(bundle_node_ids)} bundles of Ray's "
-        f"placement group are unmet after {waited_seconds:.0f} s (bundles {listed}: "
-        f"{ranks_per_bundle} {resource} each, one for each {whose}); TP {shape.tp_size} x "
-        f"PP {shape.pp_size} x DP {shape.dp_size} needs {needed} {resource}, and Ray sees "
-        f"{total:g} {resource}, {free:g} of them free ({', '.join(seen)})"
+        f"insufficient resources: {len(unmet)} of {count} {how} (bundles {listed}: "
+        f"{ranks_per_bundle} {resource} each, one for each {whose_bundle(ranks_per_bundle)}); TP "
+        f"{shape.tp_size} x PP {shape.pp_size} x DP {shape.dp_size} needs {needed} {resource}, "
+        f"and Ray sees {total:g} {resource}, {free:g} of them free ({by_node})"
     )

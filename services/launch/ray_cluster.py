@@ -87,8 +87,15 @@ class RayCluster:
 
     def nodes(self) -> tuple[RayNode, ...]:
         """The nodes that are alive."""
+        # Ray has no public call for what is free on each node; its own libraries use this one.
+        free = self._ray._private.state.available_resources_per_node()
         return tuple(
-            RayNode(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+            RayNode(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                node["Resources"],
+                free.get(node["NodeID"], {}),
+            )
             for node in self._ray.nodes()
             if node["Alive"]
         )
@@ -126,7 +133,6 @@ class RayCluster:
             resource,
             self._bundle_node_ids(),
             self.nodes(),
-            self._ray.available_resources().get(resource, 0.0),
             time.monotonic() - started,
         )
         if self._is_ours:

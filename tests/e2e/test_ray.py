@@ -182,7 +182,7 @@ def test_no_cluster_at_the_address(tiny: Path) -> None:
 
 
 def test_the_doctor_asks_the_cluster(tiny: Path, two_nodes: RayCluster) -> None:
-    """It says what Ray sees and where the stages would be, and leaves nothing behind."""
+    """It says what Ray sees and whether the mesh finds room, and asks for nothing."""
     words = [sys.executable, "-m", "services.cli", "doctor", str(tiny), "--json", *RAY]
     for _ in range(2):
         done = subprocess.run(
@@ -195,6 +195,6 @@ def test_the_doctor_asks_the_cluster(tiny: Path, two_nodes: RayCluster) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         findings = json.loads(done.stdout)["findings"]
         (found,) = [f["what"] for f in findings if f["check"] == "ray"]
-        # All four CPUs: had the first one kept them, the second would not get any.
-        assert "sees 2 CPU on 127.0.0.1, 2 CPU on 127.0.0.1, and has room: stage 0 on" in found
+        # All four CPUs: had the first one taken any, the second would not find them.
+        assert "sees 2 CPU on 127.0.0.1, 2 CPU on 127.0.0.1, and has room: 2 bundles of" in found
         assert not [f for f in findings if f["check"] in ("devices", "memory")]

@@ -30,10 +30,11 @@ from services.doctor.node_checks import (
     check_shared_memory,
     check_versions,
 )
+from services.doctor.ray_check import room_finding
 from services.doctor.report import Report, finding_lines, render
 from services.doctor.weights_check import check_weights_equal
-from services.errors import StageFailed, StagemeshError
-from services.launch.ray_bundles import RayNode, unmet_message
+from services.errors import StagemeshError
+from services.launch.ray_bundles import RayNode
 from services.models.content_hash import FileHash, HashProgress
 from services.software import Version
 from services.topology.compatibility import MeshRequest, broken_rules
@@ -83,9 +84,16 @@ def devices() -> list[Finding]:
 
 def ray() -> list[Finding]:
     shape = MeshShape(1, 8, 2, (1, 1))
-    nodes = [RayNode("a", "10.0.0.1", {"NPU": 8}), RayNode("b", "10.0.0.2", {"NPU": 4})]
-    message = unmet_message(shape, "NPU", ["a", None], nodes, 4.0, 30.0)
-    return [refused(Check.RAY, StageFailed(message))]
+
+    def npus(name: str, total: float, free: float) -> RayNode:
+        return RayNode(name, name, {"NPU": total}, {"NPU": free})
+
+    def found(*nodes: RayNode) -> Finding:
+        return room_finding(shape, "NPU", nodes, "10.0.0.1:6379")
+
+    busy = found(npus("10.0.0.1", 8, 0), npus("10.0.0.2", 8, 0))
+    small = found(npus("10.0.0.1", 8, 0), npus("10.0.0.2", 4, 4))
+    return [busy, small]
 
 
 def compatibility() -> list[Finding]:

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from services.launch.ray_bundles import (
     RayNode,
+    Room,
     bundle_sizes,
     choose_device,
+    in_use,
     number_ranks,
     resource_of,
+    rooms,
+    too_small_message,
     unmet_message,
 )
 from services.topology.facts import MeshShape
@@ -24,7 +28,14 @@ def shape(dp: int = 1, tp: int = 2, pp: int = 2) -> MeshShape:
 
 
 def node(number: int, **resources: float) -> RayNode:
-    return RayNode(f"id-{number}", f"10.0.0.{number}", resources)
+    return RayNode(f"id-{number}", f"10.0.0.{number}", resources, resources)
+
+
+def used(number: int, total: float, free: float) -> RayNode:
+    """A node with NPUs, some of them in use."""
+    # Ray leaves out what is used up.
+    left = {"NPU": free} if free else {}
+    return RayNode(f"id-{number}", f"10.0.0.{number}", {"NPU": total}, left)
 
 
 A, B, C = (node(number, CPU=8) for number in (1, 2, 3))
@@ -97,8 +108,8 @@ def test_every_rank_has_one_place_and_groups_stay_together(data: st.DataObject) 
 
 
 def test_unmet_bundles_are_named_with_what_is_needed_and_seen() -> None:
-    nodes = [node(1, CPU=64, NPU=2), node(2, CPU=64, NPU=1), node(3, CPU=64)]
-    message = unmet_message(shape(), "NPU", [None, None], nodes, 2.0, 30.0)
+    nodes = [used(1, 2, 1), used(2, 1, 1), node(3, CPU=64)]
+    message = unmet_message(shape(), "NPU", [None, None], nodes, 30.0)
     assert message == (
         "insufficient resources: 2 of 2 bundles of Ray's placement group are unmet after 30 s "
         "(bundles 0, 1: 2 NPU each, one for each TP group); TP 2 x PP 2 x DP 1 needs 4 NPU, and "
@@ -107,13 +118,52 @@ def test_unmet_bundles_are_named_with_what_is_needed_and_seen() -> None:
 
 
 def test_only_unmet_bundles_are_named() -> None:
-    message = unmet_message(shape(), "CPU", ["id-1", None, None, None], [A], 0.0, 15.0)
+    message = unmet_message(shape(), "CPU", ["id-1", None, None, None], [A], 15.0)
     assert "3 of 4 bundles" in message
     assert "(bundles 1, 2, 3: 1 CPU each, one for each rank)" in message
 
 
 def test_a_large_cluster_makes_no_endless_message() -> None:
     nodes = [node(number, NPU=1) for number in range(100)]
-    message = unmet_message(shape(dp=50), "NPU", [None] * 100, nodes, 0.0, 30.0)
+    message = unmet_message(shape(dp=50), "NPU", [None] * 100, nodes, 30.0)
     assert "15, ...:" in message
     assert "and 84 nodes more" in message
+
+
+def test_room_is_counted_by_whole_bundles_on_each_node() -> None:
+    nodes = [used(1, 3, 3), used(2, 3, 1)]
+    assert rooms(shape(tp=2, pp=2), "NPU", nodes) == (
+        Room(ranks_per_bundle=2, needed=2, free=1, total=2),
+        Room(ranks_per_bundle=1, needed=4, free=4, total=6),
+    )
+    assert rooms(shape(tp=1, pp=2), "GPU", nodes) == (Room(1, 2, 0, 0),)
+
+
+@given(st.data())
+def test_as_many_bundles_find_room_as_can_be_put_into_nodes(data: st.DataObject) -> None:
+    tp = data.draw(st.integers(1, 4))
+    free = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    nodes = [used(number, 6, each) for number, each in enumerate(free)]
+    for room in rooms(shape(dp=2, tp=tp, pp=3), "NPU", nodes):
+        left, put = list(free), 0
+        while max(left) >= room.ranks_per_bundle:
+            left[left.index(max(left))] -= room.ranks_per_bundle
+            put += 1
+        assert room.free == put
+        assert room.total == len(free) * (6 // room.ranks_per_bundle)
+        assert room.needed * room.ranks_per_bundle == 6 * tp
+
+
+def test_what_is_in_use_is_told_by_node() -> None:
+    nodes = [used(1, 8, 0), used(2, 8, 6)]
+    assert in_use("NPU", nodes) == "10 of 16 NPU in use (8 of 8 on 10.0.0.1, 2 of 8 on 10.0.0.2)"
+
+
+def test_a_cluster_that_is_too_small_names_the_bundles_that_nothing_helps() -> None:
+    nodes = [used(1, 2, 0), used(2, 1, 1)]
+    (_, each_rank) = rooms(shape(), "NPU", nodes)
+    assert too_small_message(shape(), "NPU", each_rank, nodes) == (
+        "insufficient resources: 1 of 4 bundles would be unmet even if nobody used the cluster "
+        "(bundles 3: 1 NPU each, one for each rank); TP 2 x PP 2 x DP 1 needs 4 NPU, and Ray sees "
+        "3 NPU, 1 of them free (2 on 10.0.0.1, 1 on 10.0.0.2)"
+    )

@@ -32,6 +32,7 @@ class FakeRay:
             placement_group_table=lambda group: group.table,
             get_node_ip_address=lambda: "10.0.0.a",
         )
+        self._private = SimpleNamespace(state=self)
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.is_down = False
 
@@ -48,8 +49,8 @@ class FakeRay:
         ]
         return [{**gone, "Resources": {"CPU": 99.0}}, *alive]
 
-    def available_resources(self) -> dict[str, float]:
-        return {"CPU": 1.0}
+    def available_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return {"a": {"CPU": 1.0, "memory": 1e9}, "b": {"memory": 1e9}}
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "a")
@@ -109,6 +110,12 @@ def test_a_bundle_for_each_rank_where_no_node_holds_a_group(
     assert [p.placement.tp_ranks for p in places] == [(0,), (1,), (2,), (3,)]
     assert [p.placement.node_rank for p in places] == [0, 1, 1, 1]
     assert "TP crosses nodes" in caplog.text
+
+
+def test_a_node_is_told_with_what_is_free_on_it() -> None:
+    first, second = RayCluster(FakeRay(TWO_NODES), is_ours=False).nodes()
+    assert (first.node_id, first.resources["CPU"], first.free["CPU"]) == ("a", 2.0, 1.0)
+    assert (second.resources["CPU"], second.free.get("CPU", 0)) == (2.0, 0)
 
 
 def test_an_unmet_placement_is_refused_with_what_ray_sees() -> None:
