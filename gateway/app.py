@@ -51,6 +51,9 @@ TERMINATE_DRAIN_SECONDS = 20.0
 """After SIGTERM a supervisor waits; answers in flight may finish."""
 DOOR_GRACE_SECONDS = 1.0
 """For last bytes to reach clients after their requests are over."""
+AHEAD_BY_DEFAULT = ("sim",)
+"""Devices on which decodes are sent ahead of their token unless told otherwise. A CPU's cores are
+needed by the gateway itself; on accelerators it has not been measured yet."""
 
 
 class Stopped(Exception):
@@ -199,7 +202,7 @@ class Gateway:
 
     def _schedules_ahead(self) -> bool:
         asked = self._config.async_scheduling
-        return self._plan.device != "cpu" if asked is None else asked
+        return self._plan.device in AHEAD_BY_DEFAULT if asked is None else asked
 
     async def run(self, stop: _StopRequest) -> None:
         """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""

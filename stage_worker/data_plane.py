@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,6 +29,11 @@ STORE_BACKLOG = 1024
 TOKEN_DTYPE = torch.int64
 
 
+Arrived = Callable[[float], bool]
+"""Waits so many seconds at most until what this thread's stream waits for is there; see
+`Platform.finish`."""
+
+
 class PeerLost(Exception):
     """A neighbour on the data plane is gone or silent. Rarely the first cause."""
 
@@ -40,20 +45,29 @@ class PendingReceive:
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
     timeout: timedelta
+    what: str
+    """What comes, and from whom, for messages."""
+    arrived: Arrived
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Blocks until all tensors are there. Raises `PeerLost`."""
         try:
             for work in self.works:
+                # NCCL's and HCCL's make the stream wait, and return.
                 work.wait(self.timeout)
         except RuntimeError as error:
-            raise PeerLost(
-                f"receiving from the stage before failed: {first_line(error)}"
-            ) from error
+            raise PeerLost(f"receiving {self.what} failed: {first_line(error)}") from error
+        seconds = self.timeout.total_seconds()
+        if self.works and not self.arrived(seconds):
+            raise PeerLost(f"receiving {self.what} took more than {seconds:.0f} s")
         return self.tensors
 
 
-NOTHING = PendingReceive((), (), timedelta(0))
+def _at_once(timeout_seconds: float) -> bool:
+    return True
+
+
+NOTHING = PendingReceive((), (), timedelta(0), "nothing", _at_once)
 
 
 class DataPlane:
@@ -64,8 +78,15 @@ class DataPlane:
     """
 
     def __init__(
-        self, backend: str, host: str, device: torch.device, step_timeout_seconds: float
+        self,
+        backend: str,
+        host: str,
+        device: torch.device,
+        step_timeout_seconds: float,
+        arrived: Arrived = _at_once,
     ) -> None:
+        """`arrived` is the platform's, where a wait for a receive only binds the device."""
+        self._arrived = arrived
         self._backend = backend
         self._host = host
         self._device = device
@@ -134,6 +155,7 @@ class DataPlane:
             )
             self.tensor_parallel_group = self._form_tensor_parallel(shape, pp_rank, timeout)
             self._form_token_return(shape, rank, timeout)
+            self._try_edges(shape, rank, timeout)
         except (RuntimeError, ValueError) as error:
             raise PeerLost(
                 f"forming the groups of epoch {epoch} over the store at {store_address} failed: "
@@ -186,19 +208,38 @@ class DataPlane:
         elif rank in takers:
             self._token_group, self._sampler = group, sampler
 
+    def _try_edges(self, shape: MeshShape, rank: int, timeout: timedelta) -> None:
+        """Sends one number over every edge, here and now, from the first stage to the last.
+
+        NCCL and HCCL make a communicator for a pair with its first exchange, and block both sides
+        for it: the thread that posts receives ahead would wait there for a send that waits for
+        its own step. It also shows an edge that does not work before a request does.
+        """
+        number = torch.zeros(1, dtype=TOKEN_DTYPE, device=self._device)
+        stage = rank // shape.tp_size
+        works: list[dist.Work | None] = []
+        if stage > 0:
+            _wait(dist.irecv(number, src=rank - shape.tp_size), timeout)
+        if stage < shape.pp_size - 1:
+            works.append(dist.isend(number, dst=rank + shape.tp_size))
+        works += [dist.isend(number, dst=t, group=self._token_group) for t in self._token_takers]
+        if self._sampler is not None:
+            received = torch.empty_like(number)
+            _wait(dist.irecv(received, src=self._sampler, group=self._token_group), timeout)
+        for work in works:
+            _wait(work, timeout)
+        if not self._arrived(timeout.total_seconds()):
+            raise RuntimeError(f"an edge has carried nothing in {timeout.total_seconds():.0f} s")
+
     def post_token_receive(self, num_tokens: int) -> PendingReceive:
         """Posts the receive of the tokens [num_tokens] int64 that a step samples; nothing on
         ranks that do not need them or sample them. Raises `PeerLost`."""
         if self._sampler is None or num_tokens == 0:
             return NOTHING
-        tokens = torch.empty(num_tokens, dtype=TOKEN_DTYPE, device=self._device)
-        try:
-            work = dist.irecv(tokens, src=self._sampler, group=self._token_group)
-        except RuntimeError as error:
-            raise PeerLost(f"posting a receive failed: {first_line(error)}") from error
-        if work is None:
-            raise PeerLost("this rank is not in the group that it receives tokens from")
-        return PendingReceive((tokens,), (work,), self._timeout)
+        tokens = self._room([((num_tokens,), TOKEN_DTYPE)], f"{num_tokens} sampled tokens")
+        return self._post(
+            tokens, self._sampler, self._token_group, "sampled tokens from the last stage"
+        )
 
     def return_tokens(self, tokens: torch.Tensor, max_pending: int) -> None:
         """Sends sampled tokens [m] int64 to stage 0; see `send`."""
@@ -218,30 +259,38 @@ class DataPlane:
         """
         if self._previous is None or num_tokens == 0:
             return NOTHING
+        shapes = [
+            ((num_tokens, *tensor.trailing_shape), getattr(torch, tensor.dtype))
+            for tensor in schema.tensors
+        ]
+        tensors = self._room(shapes, f"{num_tokens} tokens")
+        return self._post(tensors, self._previous, None, "activations from the stage before")
+
+    def _room(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str
+    ) -> tuple[torch.Tensor, ...]:
         try:
-            tensors = tuple(
-                torch.empty(
-                    (num_tokens, *tensor.trailing_shape),
-                    dtype=getattr(torch, tensor.dtype),
-                    device=self._device,
-                )
-                for tensor in schema.tensors
+            return tuple(
+                torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes
             )
         except RuntimeError as error:  # which running out of memory is
-            raise StageFailed(
-                f"no memory to receive {num_tokens} tokens: {first_line(error)}"
-            ) from error
-        try:
-            works = tuple(self._receive(tensor) for tensor in tensors)
-        except RuntimeError as error:
-            raise PeerLost(f"posting a receive failed: {first_line(error)}") from error
-        return PendingReceive(tensors, works, self._timeout)
+            raise StageFailed(f"no memory to receive {what}: {first_line(error)}") from error
 
-    def _receive(self, tensor: torch.Tensor) -> dist.Work:
-        work = dist.irecv(tensor, src=self._previous)
-        if work is None:
-            raise PeerLost("this rank is not in the group that it receives from")
-        return work
+    def _post(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        source: int,
+        group: dist.ProcessGroup | None,
+        what: str,
+    ) -> PendingReceive:
+        try:
+            works = [dist.irecv(tensor, src=source, group=group) for tensor in tensors]
+        except RuntimeError as error:
+            raise PeerLost(f"posting the receive of {what} failed: {first_line(error)}") from error
+        posted = tuple(work for work in works if work is not None)
+        if len(posted) < len(works):
+            raise PeerLost(f"this rank is not in the group that brings {what}")
+        return PendingReceive(tensors, posted, self._timeout, what, self._arrived)
 
     def send(self, tensors: Sequence[torch.Tensor], max_pending: int) -> None:
         """Sends one step's tensors on, and waits for sends older than `max_pending` tensors.
@@ -272,6 +321,11 @@ class DataPlane:
         self.tensor_parallel_group = self._token_group = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _wait(work: dist.Work | None, timeout: timedelta) -> None:
+    if work is not None:
+        work.wait(timeout)
 
 
 def first_line(error: BaseException) -> str:

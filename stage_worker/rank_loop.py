@@ -94,6 +94,7 @@ class RankLoop:
             arguments.host,
             self._device,
             arguments.step_timeout_seconds,
+            self._platform.finish,
         )
         self._tensor_parallel = TensorParallel(
             rank=arguments.tp_rank, timeout_seconds=arguments.step_timeout_seconds
@@ -146,11 +147,11 @@ class RankLoop:
         if runner is not None and step.epoch == self._epoch and not self._failed:
             num_tokens = sum(len(row.token_ids) for row in step.rows)
             try:
-                # A step of more tokens is refused in its turn; nothing is allocated for it.
-                if num_tokens <= runner.max_num_batched_tokens:
+                num_sampled = sum(row.num_sampled for row in step.rows)
+                # Larger steps are refused in their turn; nothing is allocated for them.
+                if num_sampled <= num_tokens <= runner.max_num_batched_tokens:
                     receive = self._plane.post_receive(runner.boundary_in, num_tokens)
                     if step.returns_tokens:
-                        num_sampled = sum(row.num_sampled for row in step.rows)
                         tokens = self._plane.post_token_receive(num_sampled)
             except PeerLost as error:
                 self._fail(error, "PEER_LOST", step.step_id)

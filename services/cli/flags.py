@@ -258,8 +258,9 @@ SERVE_GROUPS = (
             Flag(
                 ("--async-scheduling",),
                 values.switch,
-                "send a sequence's next step while its token is still being sampled (default: on, "
-                "but off on a CPU, whose cores the gateway needs itself)",
+                "send a sequence's next step while its token is still being sampled (default: on "
+                "with --device sim; off on a CPU, whose cores the gateway needs itself, and on "
+                "accelerators, where it has not been measured)",
                 arity=Arity.SWITCH,
             ),
             Flag(

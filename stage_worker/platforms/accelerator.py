@@ -3,6 +3,8 @@ through `torch.accelerator`."""
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from services.errors import ConfigError
@@ -13,6 +15,8 @@ from stage_worker.platforms.base import Model
 from stage_worker.stage_model import StageModel
 from stagemesh.v1 import stage_worker_pb2
 
+QUERY_INTERVAL_SECONDS = 50e-6
+
 
 class AcceleratorPlatform:
     """See `platforms.base.Platform`."""
@@ -21,6 +25,7 @@ class AcceleratorPlatform:
     collective_backend: str
     needs_weights = True
     runs_ahead = True
+    _index = 0
 
     def device_count(self) -> int:
         return torch.accelerator.device_count()
@@ -36,11 +41,23 @@ class AcceleratorPlatform:
                 "use fewer tensor-parallel ranks or stages on it",
                 param="device",
             )
+        self._index = index
         torch.accelerator.set_device_index(index)
         torch.set_num_threads(max(1, num_threads))
 
     def synchronize(self) -> None:
-        torch.accelerator.synchronize()
+        torch.accelerator.current_stream().synchronize()
+
+    def finish(self, timeout_seconds: float) -> bool:
+        event = torch.Event(self.name)
+        event.record(torch.accelerator.current_stream())
+        deadline = time.monotonic() + timeout_seconds
+        # An event can be waited for without a deadline only.
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(QUERY_INTERVAL_SECONDS)
+        return True
 
     def busy_seconds(self) -> float:
         return 0.0
@@ -60,7 +77,8 @@ class AcceleratorPlatform:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def memory_peak_bytes(self) -> int:
-        return int(torch.accelerator.max_memory_allocated())
+        # Which device is current is a matter of the thread, and the heartbeat's has set none.
+        return int(torch.accelerator.max_memory_allocated(self._index))
 
     def model(
         self,

@@ -83,7 +83,13 @@ class Platform(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits until what was queued on the device is done."""
+        """Waits until the computing that this thread has queued on the device is done: not what
+        other streams do, where a receive for a later step may wait."""
+        ...
+
+    def finish(self, timeout_seconds: float) -> bool:
+        """Waits until what this thread has queued on the device is done, what it waits for from
+        others included; returns False when it is not by then."""
         ...
 
     def busy_seconds(self) -> float:

@@ -50,6 +50,9 @@ class CpuPlatform:
     def synchronize(self) -> None:
         pass
 
+    def finish(self, timeout_seconds: float) -> bool:
+        return True
+
     def busy_seconds(self) -> float:
         return 0.0
 

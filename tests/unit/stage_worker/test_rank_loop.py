@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from services.topology.families import read_model_facts
 from services.topology.fingerprint import build_fingerprint
 from services.topology.wire import shape_from_proto
 from stage_worker import ipc
-from stage_worker.data_plane import NOTHING, DataPlane, PendingReceive
+from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.rank_loop import MAX_WAITING_RESULTS, RankLoop
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2, topology_pb2
@@ -161,6 +162,39 @@ def test_a_receive_without_memory_is_the_ranks_own_failure(
         error = worker.event().error
         assert error.reason == StageFailed.reason
         assert "no memory to receive 3 tokens: no room" in error.message
+
+
+def test_a_receive_that_does_not_arrive_names_its_edge() -> None:
+    """On an accelerator `work.wait` returns at once, and the device waits."""
+
+    class Work:
+        def wait(self, timeout: timedelta) -> None:
+            self.timeout = timeout
+
+    asked: list[float] = []
+
+    def never(timeout_seconds: float) -> bool:
+        asked.append(timeout_seconds)
+        return False
+
+    work = Work()
+    receive = PendingReceive((torch.empty(1),), (work,), timedelta(seconds=3), "tokens", never)
+    with pytest.raises(PeerLost, match="receiving tokens took more than 3 s"):
+        receive.wait()
+    assert asked == [3.0] and work.timeout == timedelta(seconds=3)
+
+
+def test_more_sampled_tokens_than_query_tokens_are_not_received_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with rank_loop() as worker:
+        monkeypatch.setattr(worker.loop, "_runner", FakeRunner())
+        monkeypatch.setattr(
+            worker.loop._plane, "post_token_receive", lambda _: pytest.fail("was received for")
+        )
+        step = step_of(2).step
+        step.returns_tokens, step.rows[0].num_sampled = True, 3
+        assert worker.loop._post(step).tokens is NOTHING
 
 
 @pytest.fixture(scope="module")

@@ -84,3 +84,53 @@ def test_ranks_of_a_cpu_mesh_share_the_cache_budget() -> None:
     free, total = CpuPlatform().memory()
     assert 0 < free <= total
     assert 0 < budget(4) <= budget(1) <= free
+
+
+class FakeDevice:
+    """A device whose queue is done when told, and what was asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_done = False
+        self.asked: list[str] = []
+        monkeypatch.setattr(CudaPlatform, "device_count", lambda _: 2)
+        for name in ("set_device_index", "max_memory_allocated"):
+            monkeypatch.setattr(torch.accelerator, name, lambda index, name=name: index)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: self)
+        monkeypatch.setattr(
+            torch.accelerator, "synchronize", lambda: pytest.fail("waits for every stream")
+        )
+        monkeypatch.setattr(torch, "Event", lambda kind: self)
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+    def record(self, stream: object) -> None:
+        assert stream is self
+
+    def query(self) -> bool:
+        self.asked.append("query")
+        return self.is_done
+
+
+def test_an_accelerator_waits_for_its_own_stream_with_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A receive that is posted for a later step is on the device too, on another stream."""
+    device = FakeDevice(monkeypatch)
+    platform = CudaPlatform()
+    platform.synchronize()
+    assert device.asked == ["synchronize"]
+    assert not platform.finish(0.01)
+    assert len(device.asked) > 2
+    device.is_done = True
+    assert platform.finish(0.0)
+    assert CpuPlatform().finish(0.0)
+
+
+def test_any_thread_asks_for_the_memory_of_the_ranks_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeDevice(monkeypatch)
+    platform = CudaPlatform()
+    platform.set_up(1, torch.get_num_threads())
+    assert platform.memory_peak_bytes() == 1
