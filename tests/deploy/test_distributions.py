@@ -187,8 +187,8 @@ def third_party_imports(package: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("package", "extras"),
     [
-        # Conversion and the Hub are reached lazily, with a message that names the extra.
-        ("services", ("gateway", "bench", "convert")),
+        # Conversion, the Hub and Ray are reached lazily, with a message that names the extra.
+        ("services", ("gateway", "bench", "convert", "ray")),
         ("gateway", ("gateway",)),
         ("stage_worker", ("worker", "npu")),
         ("stagemesh", ()),
