@@ -12,6 +12,9 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ from services.launch.ray_bundles import (
     unmet_message,
 )
 from services.launch.ray_rank import RankActor, RankEnd, RankOrder
+from services.ranges import MAX_PORT
 from services.topology.facts import MeshShape
 
 log = logging.getLogger("stagemesh.ray")
@@ -37,6 +41,12 @@ log = logging.getLogger("stagemesh.ray")
 ADDRESS_ENV = "RAY_ADDRESS"
 LOCAL = "local"
 """What `RAY_ADDRESS` says to start a cluster here, as without it."""
+AUTO = "auto"
+"""What it says for the cluster that runs on this machine: Ray looks its address up."""
+DIAL_TIMEOUT_SECONDS = 5.0
+"""For a first connection to the named cluster, without Ray."""
+JOIN_TIMEOUT_SECONDS = 25.0
+"""For Ray to join it: seconds on a healthy one. Both, and importing Ray, end within 30 s."""
 PLACEMENT_TIMEOUT_SECONDS = 30.0
 """For the placement group, over all ways to ask for it: others may leave the cluster, and
 nodes come."""
@@ -223,6 +233,8 @@ def connect(cpu_devices: int | None) -> Iterator[RayCluster]:
     is_ours = address == LOCAL
     check_installed()
     _check_address(address, cpu_devices)
+    if address not in (LOCAL, AUTO):
+        _dial(address)
     for name, value in {**_QUIET, **(_PRIVATE if is_ours else {})}.items():
         os.environ.setdefault(name, value)
     if is_ours:
@@ -235,10 +247,12 @@ def connect(cpu_devices: int | None) -> Iterator[RayCluster]:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
         }
-    started = time.monotonic()
     log.info("starting a Ray cluster on this machine" if is_ours else f"joining Ray at {address}")
+    started = time.monotonic()
     try:
-        ray.init(address=address, **options)
+        # What Ray starts here for us has limits of its own; at an address it may wait for ever.
+        with contextlib.nullcontext() if is_ours else _ends_the_process(address):
+            ray.init(address=address, **options)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise _no_cluster(address, error) from None
     cluster = RayCluster(ray, is_ours=is_ours)
@@ -278,6 +292,50 @@ def _check_address(address: str, cpu_devices: int | None) -> None:
             "Ray counts the CPUs of its nodes (ray start --num-cpus); leave the flag out",
             param="--cpu-devices",
         )
+    host, _, port = address.rpartition(":")
+    is_dialled = bool(host) and port.isdecimal() and 0 < int(port) <= MAX_PORT
+    if address not in (LOCAL, AUTO) and not is_dialled:
+        raise ConfigError(
+            f"{ADDRESS_ENV}={address} is no host:port; give the address that ray start has "
+            f"printed on the cluster's head, {AUTO} for the cluster of this machine, or leave it "
+            "unset for one of the mesh's own",
+            param=ADDRESS_ENV,
+        )
+
+
+def _dial(address: str) -> None:
+    """Raises `StageFailed` where nobody takes a connection: Ray would try it for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), DIAL_TIMEOUT_SECONDS).close()
+    except TimeoutError as error:
+        silence = TimeoutError(f"nobody answers in {DIAL_TIMEOUT_SECONDS:g} s")
+        raise _no_cluster(address, silence) from error
+    except (OSError, UnicodeError) as error:
+        raise _no_cluster(address, error) from error
+
+
+@contextlib.contextmanager
+def _ends_the_process(address: str) -> Iterator[None]:
+    """Ends this process with the reason where the block outlasts `JOIN_TIMEOUT_SECONDS`.
+
+    `ray.init` waits in C++, where no exception and no Python signal handler reaches it. Nothing
+    has to be given back: what Ray has of a process ends with it, however it ends.
+    """
+
+    def end() -> None:
+        reason = TimeoutError(f"Ray has not joined it in {JOIN_TIMEOUT_SECONDS:g} s")
+        sys.stderr.write(f"stagemesh: error: {_no_cluster(address, reason)}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(JOIN_TIMEOUT_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _import_ray() -> Any:

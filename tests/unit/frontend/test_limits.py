@@ -53,7 +53,10 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
 @pytest.mark.parametrize(
     ("section", "some"),
     [
-        ("At start", {"MAX_CONFIG_FILE_BYTES", "MAX_CONNECTORS", "MAX_FILE_BYTES"}),
+        (
+            "At start",
+            {"MAX_CONFIG_FILE_BYTES", "MAX_CONNECTORS", "MAX_FILE_BYTES", "JOIN_TIMEOUT_SECONDS"},
+        ),
         (
             "Inside the gateway",
             {

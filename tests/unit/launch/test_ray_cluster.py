@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +145,10 @@ def test_on_a_cluster_of_our_own_it_is_refused_at_once(monkeypatch: pytest.Monke
     [
         ("ray://10.0.0.1:10001", None, "run it on a node of the cluster"),
         ("10.0.0.1:6379", 4, "--cpu-devices 4 has no effect"),
+        ("10.0.0.1", None, "is no host:port"),
+        (":6379", None, "is no host:port"),
+        ("head:gcs", None, "is no host:port"),
+        ("127.0.0.1:99999", None, "is no host:port"),
     ],
 )
 def test_what_cannot_work_is_refused_before_ray_is_imported(
@@ -154,6 +160,74 @@ def test_what_cannot_work_is_refused_before_ray_is_imported(
         pass
     assert "ray" not in sys.modules
     assert dict(os.environ) == before
+
+
+def unused_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        (unused_address(), "Connection refused"),
+        ("nowhere.invalid:6379", "not known|resolution"),
+    ],
+)
+def test_ray_is_not_asked_to_join_where_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch, address: str, reason: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    message = rf"RAY_ADDRESS={address} cannot be used: .*({reason})"
+    with pytest.raises(StageFailed, match=message), connect(None):
+        pass
+    assert "ray" not in sys.modules
+
+
+def test_silence_at_the_address_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "DIAL_TIMEOUT_SECONDS", 0.1)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        port = full.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        waiting = [socket.socket() for _ in range(3)]  # more than its queue takes
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        with pytest.raises(StageFailed, match=r"nobody answers in 0\.1 s"), connect(None):
+            pass
+        for client in waiting:
+            client.close()
+
+
+JOIN_FOR_EVER = """
+import sys, time
+from types import SimpleNamespace
+from services.launch import ray_cluster
+ray_cluster.JOIN_TIMEOUT_SECONDS = 0.2
+ray_cluster.check_installed = lambda: None
+ray_cluster._import_ray = lambda: SimpleNamespace(
+    init=lambda **_: time.sleep(60), exceptions=SimpleNamespace(RayError=OSError)
+)
+with ray_cluster.connect(None):
+    pass
+"""
+
+
+def test_a_cluster_that_ray_does_not_join_ends_the_process() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", JOIN_FOR_EVER],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env={**os.environ, "RAY_ADDRESS": address},
+        )
+    assert done.returncode == 1
+    assert f"stagemesh: error: the Ray cluster at RAY_ADDRESS={address} cannot" in done.stderr
+    assert "Ray has not joined it in 0.2 s" in done.stderr
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
