@@ -60,12 +60,11 @@ class Replica:
     async def load(self, epoch: int) -> LoadedMesh:
         """Weights and KV cache. Raises `StageFailed` or `ConfigError`."""
         self._on_doing("stages are loading weights")
-        needed = self._plan.blocks_per_sequence
         loaded = await load(
             self._stages,
             self._plan.stage_plan,
-            needed_blocks=needed,
-            wanted_blocks=needed * self._plan.stage_plan.max_num_seqs,
+            needed_blocks=self._plan.blocks_per_sequence,
+            wanted_blocks=self._plan.wanted_blocks,
             on_progress=self._report_progress,
         )
         self.pipeline = MeshPipeline(self._stages, epoch, self._on_stage_step, self._on_step)

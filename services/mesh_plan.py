@@ -37,6 +37,11 @@ from services.topology.simulated_cost import SIM_COST_FLAG, StageCost, read_stag
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import stage_worker_pb2, topology_pb2
 
+MOST_CACHED_BLOCKS = 1 << 17
+"""Blocks that are kept for prefixes at most, where running requests could not take more: two
+million tokens at 16 a block. The gateway makes its books of so many in 2.3 ms (of a million in
+36 ms), and a small model's default cache on a CPU would have that million."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshPlan:
@@ -54,6 +59,8 @@ class MeshPlan:
     fingerprint: topology_pb2.Fingerprint
     stage_plan: stage_worker_pb2.StagePlan
     """What is the same for all stages; placement and num_blocks are filled in for each."""
+    keeps_prefixes: bool
+    """Whether blocks are of use when their request is over."""
 
     def placements_of(self, node_rank: int) -> tuple[StagePlacement, ...]:
         """The stage workers of one node."""
@@ -77,6 +84,13 @@ class MeshPlan:
     def blocks_per_sequence(self) -> int:
         """KV blocks of one sequence of full length."""
         return math.ceil(self.max_model_len / self.stage_plan.block_size)
+
+    @property
+    def wanted_blocks(self) -> int:
+        """KV blocks on each rank that are of use, where there is room: those of all running
+        requests at full length, and what the prefix cache keeps of earlier ones."""
+        running = self.blocks_per_sequence * self.stage_plan.max_num_seqs
+        return max(running, MOST_CACHED_BLOCKS) if self.keeps_prefixes else running
 
 
 def make_plan(
@@ -145,6 +159,7 @@ def make_plan(
             fingerprint=fingerprint,
             simulated_costs=[cost.to_proto() for cost in costs],
         ),
+        keeps_prefixes=config.enable_prefix_caching,
     )
 
 

@@ -60,8 +60,8 @@ async def load(
 ) -> LoadedMesh:
     """Loads weights, agrees on the number of blocks, and allocates the cache.
 
-    `needed_blocks` is what one sequence of full length takes; `wanted_blocks`
-    what all slots at full length could take, more than which is of no use.
+    `needed_blocks` is what one sequence of full length takes; `wanted_blocks` the
+    most that is allocated, see `MeshPlan.wanted_blocks`.
     Raises `StageFailed`, or `ConfigError` when a full sequence does not fit.
     """
     reports = await _load_all(stages, plan, 0, on_progress)

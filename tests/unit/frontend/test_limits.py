@@ -65,6 +65,7 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
                 "SLOW_READER_SECONDS",
                 "DRAIN_BYTES",
                 "MAX_TRACE_BYTES",
+                "MOST_CACHED_BLOCKS",
             },
         ),
         (
