@@ -93,6 +93,8 @@ class StageWorkerConfig:
 
     master_addr: str = DEFAULT_HOST
     master_port: int = DEFAULT_MASTER_PORT
+    insecure: bool = False
+    """Allows a public --master-addr without TLS."""
     host: str = DEFAULT_HOST
     """Address that this worker's service listens on and announces."""
     port: int = 0

@@ -21,7 +21,7 @@ from services.control.client import ControlClient
 from services.errors import StagemeshError, failure_of
 from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
-from services.rpc.addresses import join_host_port
+from services.rpc.addresses import check_dialable, check_master_address, join_host_port
 from services.rpc.channel import create_channel
 from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
@@ -42,7 +42,10 @@ class Left(Exception):
 
 
 def run(config: StageWorkerConfig) -> int:
-    """Runs one stage worker. Returns the exit code: 0 when it was told to leave."""
+    """Runs one stage worker. Returns the exit code: 0 when it was told to leave.
+
+    Raises `UsageError` for what cannot be started, before a port is bound or anybody asked.
+    """
     if config.lifeline_fd is not None:
         # Were the launcher gone before this call, the lifeline would say so.
         die_with_parent(os.getppid())
@@ -50,6 +53,7 @@ def run(config: StageWorkerConfig) -> int:
     allow_late_timers(TIMER_SLACK_SECONDS)
     stage = "?" if config.pp_rank is None else config.pp_rank
     setup_logging(process=f"stage-{stage}")
+    _check_addresses(config)
     code = 0
     try:
         uvloop.run(_serve(config))
@@ -63,6 +67,16 @@ def run(config: StageWorkerConfig) -> int:
         log.exception("the stage worker failed unexpectedly", exc_info=errors)
         code = 1
     return code
+
+
+def _check_addresses(config: StageWorkerConfig) -> None:
+    """The rules of `serve`, which has applied them and warned where it launches this worker."""
+    if config.lifeline_fd is not None:
+        return
+    check_dialable(config.host, flag="--host")
+    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    if warning is not None:
+        log.warning("%s", warning)
 
 
 async def _serve(config: StageWorkerConfig) -> None:

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.errors import ConfigError
-from services.rpc.addresses import join_host_port
+from services.rpc.addresses import host_flag, join_host_port, resolve
 from services.rpc.server import check_address
 
 KEEP_ALIVE_SECONDS = 75
@@ -61,12 +61,7 @@ class RestServer:
         Raises `ConfigError` naming address and `flag` where it cannot be had.
         """
         check_address(host, port, flag)
-        try:
-            family, kind, proto, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-        except OSError as error:
-            raise ConfigError(f"--host {host!r} is no address: {error}", param="--host") from error
+        family, kind, proto, address = resolve(host, port, flag=host_flag(flag), passive=True)[0]
         listener = socket.socket(family, kind, proto)
         try:
             # Only skips the wait after an earlier server's end; two servers still clash,

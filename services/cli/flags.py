@@ -91,6 +91,12 @@ MASTER_FLAGS = (
         metavar="PORT",
     ),
 )
+INSECURE_FLAG = Flag(
+    ("--insecure",),
+    values.switch,
+    "allow a public --master-addr without TLS",
+    arity=Arity.SWITCH,
+)
 
 SERVE_GROUPS = (
     FlagGroup(
@@ -157,12 +163,7 @@ SERVE_GROUPS = (
                 "run this node's stage workers only; needed on every node but the head",
                 arity=Arity.SWITCH,
             ),
-            Flag(
-                ("--insecure",),
-                values.switch,
-                "allow a public --master-addr without TLS",
-                arity=Arity.SWITCH,
-            ),
+            INSECURE_FLAG,
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
@@ -325,7 +326,7 @@ SERVE_GROUPS = (
 )
 
 STAGE_WORKER_GROUPS = (
-    FlagGroup("head", MASTER_FLAGS),
+    FlagGroup("head", (*MASTER_FLAGS, INSECURE_FLAG)),
     FlagGroup(
         "worker",
         (

@@ -13,9 +13,11 @@ from pathlib import Path
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, PortFacts
 from services.doctor.kv_transfer_check import KV_PORT_FLAG, ports_of_node
+from services.errors import UsageError
 from services.launch.memory import host_memory
 from services.models.cache import models_directory
 from services.ranges import MAX_PORT
+from services.rpc.addresses import resolve
 from services.software import installed_versions
 from services.topology.kv_transfer import KvTransferConfig
 
@@ -80,10 +82,8 @@ def bind_error(host: str, port: int) -> int | None:
     Nobody keeps the port: between this look and a start somebody else may take it.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError:
+        family, kind, protocol, address = resolve(host, port, flag="--host", passive=True)[0]
+    except UsageError:
         return errno.EADDRNOTAVAIL
     with socket.socket(family, kind, protocol) as probe:
         # As servers do it: connections of the last start that linger do not count.

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from services.config import ServeConfig
 from services.doctor.facts import DiskFacts, LimitFacts, NodeFacts, PortFacts
 from services.doctor.findings import Check, Finding, failed, ok, warning
-from services.rpc.addresses import join_host_port
+from services.rpc.addresses import host_flag, join_host_port
+from services.text import shown
 from services.units import human_bytes
 
 NEEDED_OPEN_FILES = 4096
@@ -78,11 +79,11 @@ def check_ports(ports: Sequence[PortFacts], *, own_mesh_runs: bool) -> Iterator[
                 f"choose another with {port.flag}, or end what listens there (ss -ltnp names it)",
             )
         elif port.error in (errno.EADDRNOTAVAIL, errno.ENODEV):
-            host_flag = "--master-addr" if port.flag == "--master-port" else "--host"
+            flag = host_flag(port.flag)
             yield failed(
                 Check.PORTS,
-                f"{port.host} ({host_flag}) is no address of this machine",
-                f"give {host_flag} an address that `ip address` shows here",
+                f"{shown(port.host)} ({flag}) is no address of this machine",
+                f"give {flag} an address that `ip address` shows here",
             )
         else:
             yield failed(

@@ -8,12 +8,90 @@ import os
 import socket
 import struct
 import sys
+from typing import Any
 
-from services.errors import ConfigError
+from services.errors import UsageError
+from services.text import shown
 
 HOST_IP_ENV = "VLLM_HOST_IP"
 _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of a named interface (netdevice(7))."""
+_SHARED_SPACE = ipaddress.IPv4Network("100.64.0.0/10")
+"""Of a carrier or an overlay network (RFC 6598): not private, and not reachable from outside."""
+_THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
+"""Sources only, never destinations (RFC 1122, 3.2.1.3)."""
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Endpoint = tuple[socket.AddressFamily, socket.SocketKind, int, tuple[Any, ...]]
+"""Family, kind, protocol and address, as `socket.socket` and its `bind` take them."""
+
+
+def host_flag(port_flag: str) -> str:
+    """The flag that names the host of a port: "--master-addr" for "--master-port"."""
+    return "--master-addr" if port_flag == "--master-port" else "--host"
+
+
+def resolve(host: str, port: int | None, *, flag: str, passive: bool = False) -> list[Endpoint]:
+    """What a name or address stands for, of TCP; `passive` to listen on it.
+
+    The one place where names are resolved. Raises `UsageError` with `flag`, the value and the
+    reason where it stands for nothing.
+    """
+    flags = socket.AI_PASSIVE if passive else 0
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ValueError:  # UnicodeError of a name that DNS cannot hold, or a NUL in it
+        reason = "a name is labels of 1 to 63 characters with dots between them"
+    else:
+        return [(family, kind, protocol, at) for family, kind, protocol, _, at in found]
+    raise UsageError(
+        f"{flag} {shown(host)} is no address: {reason}; give an IP address, or a name that this "
+        "node can resolve, without a port",
+        param=flag,
+    )
+
+
+def addresses_of(host: str, *, flag: str) -> list[IpAddress]:
+    """Every IP address of a host, IPv4 ones as such. Raises `UsageError` as `resolve`."""
+    found = [ipaddress.ip_address(at[0]) for *_, at in resolve(host, None, flag=flag)]
+    return [getattr(address, "ipv4_mapped", None) or address for address in found]
+
+
+def check_dialable(host: str, *, flag: str) -> list[IpAddress]:
+    """The addresses of a host that other nodes are to connect to. Raises `UsageError` for one
+    that nobody can connect to, saying what it is."""
+    addresses = addresses_of(host, flag=flag)
+    for address in addresses:
+        kind = _undialable(address)
+        if kind is not None:
+            raise UsageError(
+                f"{flag} {shown(host)} is {kind}, which no other node can connect to; give one "
+                "address of this mesh's network (`ip address` shows a node's)",
+                param=flag,
+            )
+    return addresses
+
+
+def _undialable(address: IpAddress) -> str | None:
+    if address.is_unspecified:
+        return "the unspecified address, that is all interfaces of a node"
+    if address.is_multicast:
+        return "a multicast address"
+    if address == _BROADCAST:
+        return "the broadcast address"
+    if isinstance(address, ipaddress.IPv4Address) and address in _THIS_NETWORK:
+        return 'an address of "this network" (0.0.0.0/8)'
+    return None
+
+
+def _is_public(address: IpAddress) -> bool:
+    """Reachable from the Internet, as far as an address tells."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return not address.is_private and address not in _SHARED_SPACE
+    return not address.is_private and not address.is_site_local
 
 
 def interface_of(host: str) -> str | None:
@@ -21,8 +99,8 @@ def interface_of(host: str) -> str | None:
 
     None where it cannot be told: then the collective library chooses by itself.
     """
-    address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    if sys.platform != "linux" or ":" in str(address):
+    address = resolve(host, None, flag="--host")[0][3][0]
+    if sys.platform != "linux" or ":" in address:
         return None
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
@@ -42,17 +120,18 @@ def own_address_towards(master_addr: str) -> str:
     """This node's address as the head can dial it: the one that the route to the head uses.
 
     `VLLM_HOST_IP` overrides it, for nodes with several networks. Raises
-    `ConfigError` when the head's name or address cannot be resolved.
+    `UsageError` where the one or the other is no address that can be connected to.
     """
     if (chosen := os.environ.get(HOST_IP_ENV)) is not None:
+        check_dialable(chosen, flag=HOST_IP_ENV)
         return chosen
+    family, _, _, address = resolve(master_addr, 9, flag="--master-addr")[0]
     try:
-        family, _, _, _, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # Chooses a route and sends nothing.
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(
+        raise UsageError(
             f"--master-addr {master_addr} cannot be reached from this node: "
             f"{error.strerror or error}",
             param="--master-addr",
@@ -62,27 +141,24 @@ def own_address_towards(master_addr: str) -> str:
 def check_master_address(master_addr: str, *, insecure: bool) -> str | None:
     """What to say about mesh traffic without TLS to this address; None on loopback.
 
-    Raises `ConfigError` for a public address unless that is allowed.
+    Raises `UsageError` for one that nobody can connect to, and for a public address unless
+    that is allowed. A name is as public as the most public of its addresses.
     """
-    try:
-        found = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"--master-addr {master_addr} is no address: {error.strerror or error}",
-            param="--master-addr",
-        ) from None
-    address = ipaddress.ip_address(str(found[0][4][0]))
-    if address.is_loopback:
+    flag = "--master-addr"
+    addresses = check_dialable(master_addr, flag=flag)
+    if all(address.is_loopback for address in addresses):
         return None
-    if address.is_private or insecure:
+    public = [address for address in addresses if _is_public(address)]
+    if not public or insecure:
         return (
             f"traffic of this mesh to {master_addr} is not encrypted and not authenticated: keep "
             "the network closed to others, or set up TLS with stagemesh certs init"
         )
-    raise ConfigError(
-        f"--master-addr {master_addr} is a public address, and the mesh would use it without TLS; "
-        "use a private address, or say --insecure",
-        param="--master-addr",
+    which = "" if str(public[0]) == master_addr else f" ({public[0]})"
+    raise UsageError(
+        f"{flag} {shown(master_addr)}{which} is a public address, and the mesh would use it "
+        "without TLS; use a private address, or say --insecure",
+        param=flag,
     )
 
 

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.errors import ConfigError
 from services.ranges import MAX_PORT
-from services.rpc.addresses import join_host_port
+from services.rpc.addresses import host_flag, join_host_port, resolve
 from services.rpc.errors import ErrorInterceptor
 from services.rpc.settings import (
     MessageLimits,
@@ -27,7 +27,8 @@ OVERALL_HEALTH = ""
 def check_address(host: str, port: int, flag: str) -> None:
     """Raises `ConfigError` for what is no address to listen on, whoever would bind it."""
     if not host:
-        raise ConfigError("an empty host would listen on all interfaces; name one", param="--host")
+        flag = host_flag(flag)
+        raise ConfigError(f"an empty {flag} would listen on all interfaces; name one", param=flag)
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"{flag} {port} is no port: 0 to {MAX_PORT} are", param=flag)
 
@@ -46,6 +47,7 @@ def bind(
     Raises `ConfigError` naming address and `flag` where the address cannot be had.
     """
     check_address(host, port, flag)
+    resolve(host, port, flag=host_flag(flag), passive=True)
     address = join_host_port(host, port)
     try:
         if tls is None:

@@ -1,0 +1,131 @@
+"""Which addresses a mesh takes, and what is said of the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from gateway.rest.server import RestServer
+from services.doctor.gather import bind_error
+from services.errors import UsageError
+from services.rpc.addresses import (
+    HOST_IP_ENV,
+    check_master_address,
+    interface_of,
+    own_address_towards,
+    resolve,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+NO_NAMES = ("10.0..1", "a" * 64 + ".example", ".", "a\0b", "no.such.host.invalid", "10.0.0.1:80")
+
+
+async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Never called."""
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_what_stands_for_nothing_is_refused_with_flag_and_remedy(name: str) -> None:
+    for refuse in (
+        lambda: check_master_address(name, insecure=True),
+        lambda: own_address_towards(name),
+        lambda: resolve(name, 80, flag="--master-addr", passive=True),
+    ):
+        with pytest.raises(UsageError) as caught:
+            refuse()
+        message = caught.value.message
+        assert message.startswith("--master-addr ") and " is no address: " in message
+        assert "give an IP address" in message and "Errno" not in message
+        assert message.isprintable()
+        assert caught.value.param == "--master-addr"
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_server_names_its_own_flag(name: str) -> None:
+    with pytest.raises(UsageError, match=r"^--host .* is no address"):
+        RestServer(no_app).bind(name, 0)
+    with pytest.raises(UsageError, match=r"^--host .* is no address"):
+        interface_of(name)
+    assert bind_error(name, 0) is not None
+
+
+@pytest.mark.parametrize(
+    ("address", "what"),
+    [
+        ("0.0.0.0", "the unspecified address"),
+        ("::", "the unspecified address"),
+        ("::ffff:0.0.0.0", "the unspecified address"),
+        ("0.1.2.3", 'an address of "this network"'),
+        ("255.255.255.255", "the broadcast address"),
+        ("224.0.0.1", "a multicast address"),
+        ("ff02::1", "a multicast address"),
+    ],
+)
+def test_nobody_can_dial_it(address: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_master_address(address, insecure=True)
+    assert caught.value.message.startswith(f"--master-addr {address} is {what}")
+    monkeypatch.setenv(HOST_IP_ENV, address)
+    with pytest.raises(UsageError, match=f"^{HOST_IP_ENV} {address} is "):
+        own_address_towards("127.0.0.1")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_warning(address: str) -> None:
+    assert check_master_address(address, insecure=False) is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["10.0.0.1", "192.168.1.1", "169.254.1.1", "100.64.0.1", "100.127.255.254", "fd00::1"],
+)
+def test_a_closed_network_gets_a_warning(address: str) -> None:
+    warning = check_master_address(address, insecure=False)
+    assert warning is not None and f"to {address} is not encrypted" in warning
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "100.63.255.255", "100.128.0.1", "2001:4860::1"])
+def test_a_public_address_only_with_insecure(address: str) -> None:
+    with pytest.raises(UsageError, match=f"^--master-addr {address} is a public address.*insecure"):
+        check_master_address(address, insecure=False)
+    assert check_master_address(address, insecure=True) is not None
+
+
+def test_a_public_address_is_known_in_another_spelling() -> None:
+    with pytest.raises(UsageError, match=r"::ffff:8.8.8.8 \(8.8.8.8\) is a public address"):
+        check_master_address("::ffff:8.8.8.8", insecure=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("stage-worker --master-addr 8.8.8.8", "--master-addr 8.8.8.8 is a public address"),
+        ("stage-worker --master-addr 0.0.0.0", "--master-addr 0.0.0.0 is the unspecified address"),
+        ("stage-worker --master-addr 10.0..1", "--master-addr 10.0..1 is no address"),
+        ("stage-worker --host 0.0.0.0", "--host 0.0.0.0 is the unspecified address"),
+        ("gateway m --master-addr 10.0..1", "--master-addr 10.0..1 is no address"),
+        ("serve m --master-addr 224.0.0.1", "--master-addr 224.0.0.1 is a multicast address"),
+        (
+            "serve m --nnodes 2 --node-rank 1 --headless --master-addr 10.0..1",
+            "--master-addr 10.0..1 is no address",
+        ),
+    ],
+)
+def test_every_command_says_so_in_one_line(command: str, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"stagemesh: error: {message}")
+    assert done.stderr.count("\n") == 1
