@@ -71,9 +71,12 @@ def doctor_request(
     if own.get("deep") and not model:
         raise UsageError("--deep reads the weights of MODEL; name it right after stagemesh doctor")
     names_head = bool(fields.keys() & {"master_addr", "master_port"})
-    asks_head = config.node_rank > 0 or (names_head and not listens)
-    problems = (*refused, *contradictions("serve", config))
-    return DoctorRequest(config, problems, asks_head, **own)
+    problems = [*refused, *contradictions("serve", config)]
+    if config.master_port == 0 and not model and not listens and not config.headless:
+        problems.append(_no_port_to_ask())
+    # A head that would choose its port can only be one that is not there yet.
+    asks_head = config.master_port != 0 and (config.node_rank > 0 or (names_head and not listens))
+    return DoctorRequest(config, tuple(problems), asks_head, **own)
 
 
 def plan_request(
@@ -104,7 +107,10 @@ def stage_worker_config(
 ) -> StageWorkerConfig:
     """The config of `stage-worker`. Raises `UsageError`."""
     fields, _ = _merge("stage-worker", arguments, groups, environment, None)
-    return StageWorkerConfig(**fields)
+    config = StageWorkerConfig(**fields)
+    if config.master_port == 0:
+        raise _no_port_to_ask()
+    return config
 
 
 def _check_keys(arguments: Arguments, fields: Mapping[str, Any]) -> None:
@@ -263,8 +269,17 @@ def _node_contradictions(command: str, config: ServeConfig) -> Iterator[UsageErr
             "own --node-rank",
             param="--headless",
         )
+    if config.headless and config.master_port == 0:
+        yield _no_port_to_ask()
     if config.headless and command == "gateway":
         yield UsageError("--headless runs no gateway; use stagemesh serve", param="--headless")
+
+
+def _no_port_to_ask() -> UsageError:
+    return UsageError(
+        "--master-port 0 lets the head choose; name the port from its line 'workers join at'",
+        param="--master-port",
+    )
 
 
 def _ray_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:

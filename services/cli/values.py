@@ -190,7 +190,10 @@ def partition(raw: Raw) -> tuple[int, ...]:
         items = [raw] if isinstance(raw, int) else raw
     if not items:
         raise ValueError(rule)
-    return tuple(positive_integer_or(rule, item) for item in items)
+    return tuple(
+        positive_integer_or(f"{rule} (stage {stage} has {str(item).strip() or 'nothing'})", item)
+        for stage, item in enumerate(items)
+    )
 
 
 def one_of(*choices: str) -> Parser:

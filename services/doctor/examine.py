@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.diagnosis import progress_from_proto
 from services.doctor.device_memory import device_memory
-from services.doctor.facts import NodeFacts
-from services.doctor.findings import Check, Finding, refused
-from services.doctor.gather import gather_kv_ports, gather_node, gather_ports
+from services.doctor.facts import NodeFacts, PortFacts
+from services.doctor.findings import Check, Finding, ok, refused
+from services.doctor.gather import MASTER_PORT_FLAG, gather_kv_ports, gather_node, gather_ports
 from services.doctor.head import HeadFacts, Unanswered, ask_head
 from services.doctor.kv_transfer_check import check_kv_transfer, handshaking
 from services.doctor.layout_checks import LayoutChecks, NodeDevices, settings_findings
@@ -65,10 +66,10 @@ def examine(request: DoctorRequest) -> Examination:
     if plan is not None and has_own_stages and not layout.is_on_cluster:
         findings += _memory(config, plan, node, devices)
     weights = None if path is None or not request.deep else ContentHash(path)
-    head, silence = _ask(request, weights)
+    ports = gather_ports(config)
+    head, silence = _ask(request, weights, ports)
     findings += check_versions(node, config, devices.kind)
-    own_mesh_runs = head is not None and config.node_rank == 0 and not head.answer.is_doctor
-    findings += check_ports(gather_ports(config), own_mesh_runs=own_mesh_runs)
+    findings += _ports(ports, config, node, head)
     for transfer in handshaking(config):
         findings += check_kv_transfer(config, transfer, gather_kv_ports(config, transfer))
     findings += check_limits(node.limits, device=devices.kind, config=config)
@@ -93,11 +94,15 @@ def examine(request: DoctorRequest) -> Examination:
 
 
 def _ask(
-    request: DoctorRequest, weights: ContentHash | None
+    request: DoctorRequest, weights: ContentHash | None, ports: Sequence[PortFacts]
 ) -> tuple[HeadFacts | None, Finding | None]:
     """What the head says, or the finding that it says nothing; neither where none is asked."""
     config = request.config
-    if not request.asks_head:
+    # Nobody has asked about a mesh, and something is where this node's would be.
+    is_curious = not request.listen and any(
+        port.flag == MASTER_PORT_FLAG and port.error == errno.EADDRINUSE for port in ports
+    )
+    if not request.asks_head and not is_curious:
         return None, None
     try:
         check_master_address(config.master_addr, insecure=config.insecure)
@@ -106,15 +111,34 @@ def _ask(
     answer = asyncio.run(
         ask_head(
             config.master_addr,
-            config.master_port or DEFAULT_MASTER_PORT,
+            DEFAULT_MASTER_PORT if config.master_port is None else config.master_port,
             config.node_rank,
             request.timeout_seconds,
             weights,
         )
     )
     if isinstance(answer, Unanswered):
+        if not request.asks_head:
+            return None, None  # The port is another process's, and its check says so.
         return None, check_silence(answer, config)
     return answer, None
+
+
+def _ports(
+    ports: Sequence[PortFacts], config: ServeConfig, node: NodeFacts, head: HeadFacts | None
+) -> Iterator[Finding]:
+    """This node's ports, by what answers at the head's address."""
+    if head is None:
+        return check_ports(ports, own_mesh_runs=False)
+    is_mesh = not head.answer.is_doctor
+    is_here = head.answer.node == node.host
+    if is_mesh and not is_here and not config.model:
+        return iter((ok(Check.PORTS, "looking at another node's mesh takes no port here"),))
+    return check_ports(
+        ports,
+        own_mesh_runs=is_mesh and is_here and config.node_rank == 0,
+        answering="the mesh" if is_mesh else "the doctor",
+    )
 
 
 def _weights(weights: ContentHash, head: HeadFacts | None) -> Iterator[Finding]:

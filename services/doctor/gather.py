@@ -21,6 +21,8 @@ from services.rpc.addresses import resolve
 from services.software import installed_versions
 from services.topology.kv_transfer import KvTransferConfig
 
+MASTER_PORT_FLAG = "--master-port"
+
 
 def gather_node(root: Path = Path("/")) -> NodeFacts:
     """Everything about this node that needs no configuration. `root` is for tests."""
@@ -58,14 +60,22 @@ def disks(root: Path = Path("/")) -> tuple[DiskFacts, ...]:
 
 
 def gather_ports(config: ServeConfig) -> tuple[PortFacts, ...]:
-    """Tries every port that this node's `serve` would listen on; a headless node has none."""
-    if config.headless:
+    """Tries every port that this node's `serve` would listen on; a headless node has none.
+
+    Without a model somebody may look at a mesh elsewhere: then its address need not be ours.
+    """
+    if config.headless or config.node_rank > 0:
         return ()
     wanted = [("--port", config.host, config.port), ("--grpc-port", config.host, config.grpc_port)]
     if config.master_port is not None or config.nnodes > 1:
         port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
-        wanted.append(("--master-port", config.master_addr, port))
-    return tuple(PortFacts(*one, bind_error(one[1], one[2])) for one in wanted)
+        wanted.append((MASTER_PORT_FLAG, config.master_addr, port))
+    found = tuple(PortFacts(*one, bind_error(one[1], one[2])) for one in wanted)
+    if config.model:
+        return found
+    return tuple(
+        port for port in found if (port.flag, port.error) != (MASTER_PORT_FLAG, errno.EADDRNOTAVAIL)
+    )
 
 
 def gather_kv_ports(config: ServeConfig, transfer: KvTransferConfig) -> tuple[PortFacts, ...]:

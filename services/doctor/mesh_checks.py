@@ -137,10 +137,12 @@ def check_join(
                 "give both the same --device",
             )
         )
+    # Who only looks has node rank 0 because none was stated, and takes nobody's place.
+    takes_a_place = bool(config.model) or config.node_rank > 0
     holders = {
         member.node: member
         for member in answer.members
-        if member.node_rank == config.node_rank and member.node != node.host
+        if takes_a_place and member.node_rank == config.node_rank and member.node != node.host
     }
     for member in holders.values():
         complaints.append(

@@ -60,15 +60,23 @@ def _release(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:3])
 
 
-def check_ports(ports: Sequence[PortFacts], *, own_mesh_runs: bool) -> Iterator[Finding]:
+def check_ports(
+    ports: Sequence[PortFacts], *, own_mesh_runs: bool, answering: str | None = None
+) -> Iterator[Finding]:
     """Every port that `serve` would listen on can be had. Where this node's mesh runs already,
-    it is that mesh which has them."""
+    it is that mesh which has them. `answering` says who answers at --master-port, if anybody:
+    who is asked there has it rightly, on whichever node."""
     if not ports:
         yield ok(Check.PORTS, "a headless node takes free ports only")
     free = []
     for port in ports:
         address = join_host_port(port.host, port.port)
-        if port.error is None:
+        if answering is not None and port.flag == "--master-port":
+            yield ok(
+                Check.PORTS,
+                f"{address} ({port.flag}) is in use by {answering} that answers there",
+            )
+        elif port.error is None:
             free.append(f"{address} ({port.flag})")
         elif port.error == errno.EADDRINUSE and own_mesh_runs:
             yield ok(Check.PORTS, f"{address} ({port.flag}) is in use; the mesh of this node runs")

@@ -54,7 +54,8 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
         LocalWorkers(host, placements, plan.device, plan.num_devices, plan.fingerprint)
     )
     try:
-        await launcher.start(config.master_addr, config.master_port or DEFAULT_MASTER_PORT)
+        port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
+        await launcher.start(config.master_addr, port)
         stopping = asyncio.ensure_future(stop.wait())
         ending = asyncio.ensure_future(launcher.first_exit())
         await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)

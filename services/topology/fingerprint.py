@@ -44,6 +44,12 @@ _FLAGS = {
 }
 _MAX_FIELDS = 100
 _SHOWN_CHARACTERS = 200
+_DIGESTS = {
+    "config": "config.json has values of SHA-256",
+    "weights": "safetensors files (names, sizes, headers) have SHA-256",
+}
+"""Fields whose values are digests, and of what."""
+_DIGEST_CHARACTERS = 12
 
 
 class Difference(NamedTuple):
@@ -55,6 +61,11 @@ class Difference(NamedTuple):
 
     def words(self, their_name: str) -> str:
         """Field and both values; `ours` is the head's."""
+        if (what := _DIGESTS.get(self.name)) is not None:
+            return (
+                f"{self.name} differs: the head's {what} {self.ours[:_DIGEST_CHARACTERS]} and "
+                f"those of {their_name} {self.theirs[:_DIGEST_CHARACTERS]}"
+            )
         return (
             f"{self.name} differs: the head has {_shown(self.ours)} and {their_name} has "
             f"{_shown(self.theirs)}"
@@ -63,8 +74,8 @@ class Difference(NamedTuple):
     @property
     def remedy(self) -> str:
         """What makes the two equal."""
-        if self.name in ("config", "weights"):
-            return "give every node the same copy of the model"
+        if self.name in _DIGESTS:
+            return "give every node the same copy of the model: the head's model directory"
         if self.name == "stagemesh" or self.name in PACKAGES:
             return f"install the same version of {self.name} on every node"
         flag = _FLAGS.get(self.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import time
@@ -20,6 +21,7 @@ from services.control.membership import Membership
 from services.control.progress import ProgressTable, StageProgress
 from services.control.server import CONTROL_MAX_REQUEST_BYTES, MAX_DOCTOR_CALLS, control_server
 from services.control.service import ControlService
+from services.doctor import examine
 from services.doctor.findings import Check, Outcome
 from services.doctor.gather import gather_node
 from services.doctor.head import HeadFacts, Obstacle, Unanswered, ask_head
@@ -338,6 +340,24 @@ async def test_the_command_asks_the_head(capfd: pytest.CaptureFixture[str]) -> N
     assert code == 1
     assert list(failed) == ["progress"]
     assert "stage 0 has been silent for 20.0 s" in failed["progress"][0]
+
+
+async def test_who_looks_from_another_node_needs_no_port_of_its_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = dataclasses.replace(gather_node(), host="elsewhere")
+    monkeypatch.setattr(examine, "gather_node", lambda: elsewhere)
+    async with head(ScriptedMesh()) as (control, port), worker() as first, worker() as second:
+        join(control, first, 0)
+        join(control, second, 1)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = ("--port", str(other.getsockname()[1]), "--grpc-port", "0")
+            looks = ["doctor", "--master-port", str(port), *taken, "--json"]
+            assert await asyncio.to_thread(main, looks) == 0
+    findings = json.loads(capfd.readouterr().out)["findings"]
+    assert [f["what"] for f in findings if f["check"] == "ports"] == [
+        "looking at another node's mesh takes no port here"
+    ]
 
 
 async def test_the_command_names_all_that_keeps_a_worker_out(

@@ -20,6 +20,7 @@ import pytest
 from services.cli import main
 from services.config import ServeConfig
 from services.control.client import ControlClient
+from services.doctor import examine, gather
 from services.doctor.report import WIDTH
 from services.errors import JoinRefused, StagemeshError
 from services.mesh_plan import make_plan
@@ -257,6 +258,59 @@ def test_two_nodes_are_compared_before_anything_is_served(
     assert process.stderr.read() == f"node 1 ({socket.gethostname()!r}) asks\n"
 
 
+def test_the_heads_flags_beside_a_listening_doctor(
+    model: ModelDirectory,
+    capfd: pytest.CaptureFixture[str],
+    listening: tuple[subprocess.Popen[str], str],
+) -> None:
+    head = ("--nnodes", 2, "-pp", 2, "--master-port", listening[1])
+    assert doctor(capfd, model.path, *head) == (0, {})
+    assert doctor(capfd, "--master-addr", "127.0.0.1", "--master-port", listening[1]) == (0, {})
+
+
+def test_a_port_of_the_head_that_nobody_has_named_is_looked_at_too(
+    model: ModelDirectory,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    listening: tuple[subprocess.Popen[str], str],
+) -> None:
+    """With the head's flags alone, beside what answers at the default port."""
+    monkeypatch.setattr(gather, "DEFAULT_MASTER_PORT", int(listening[1]))
+    monkeypatch.setattr(examine, "DEFAULT_MASTER_PORT", int(listening[1]))
+    assert doctor(capfd, model.path, "--nnodes", 2, "-pp", 2) == (0, {})
+
+
+def test_what_answers_as_no_head_keeps_the_port_from_this_one(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(gather, "DEFAULT_MASTER_PORT", port)
+        monkeypatch.setattr(examine, "DEFAULT_MASTER_PORT", port)
+        flags = ("--nnodes", 2, "-pp", 2, "--timeout-seconds", "0.2")
+        code, failed = doctor(capfd, model.path, *flags)
+    assert code == 1
+    assert failed == {"ports": [f"127.0.0.1:{port} (--master-port) is in use by another process"]}
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("-pp", "2", "--nnodes", "2", "--node-rank", "1", "--headless")]
+)
+def test_port_0_is_none_to_ask(capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
+    code, failed = doctor(capfd, *flags, "--master-port", "0")
+    assert code == 1
+    rule = "--master-port 0 lets the head choose; name the port from its line 'workers join at'"
+    assert failed == {"settings": [rule]}
+
+
+def test_a_head_that_will_choose_its_port_is_not_asked(
+    model: ModelDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", str(model.path), "--nnodes", "2", "--master-port", "0", "--json", *FREE_PORTS])
+    checks = {finding["check"] for finding in json.loads(capfd.readouterr().out)["findings"]}
+    assert "ports" in checks and "head" not in checks
+
+
 def test_a_worker_that_is_started_too_early_is_told(
     listening: tuple[subprocess.Popen[str], str],
 ) -> None:
@@ -315,6 +369,9 @@ def test_the_configuration_file_of_serve_is_read(
         ("--port",),
         ("--deep",),
         ("--listen", "--nnodes", "2", "--node-rank", "1", "--headless"),
+        ("--listen", "--headless"),
+        ("model", "another"),
+        ("",),
     ],
 )
 def test_wrong_usage_is_exit_code_2(

@@ -111,6 +111,8 @@ def test_weights_that_are_there_are_compared(
     [
         (("--pp-layer-partition", "0,61", "-pp", "2"), 2, "whole number of at least 1 per stage"),
         (("--pp-layer-partition", "-1,62", "-pp", "2"), 2, "whole number of at least 1 per stage"),
+        (("--pp-layer-partition", "61,,0", "-pp", "2"), 2, "(stage 1 has nothing)"),
+        (("--pp-layer-partition", "61,0", "-pp", "2"), 2, "(stage 1 has 0)"),
         (("--pp-layer-partition", "32,28", "-pp", "2"), 1, "sums to 60 layers"),
         (("--pp-layer-partition", "32,29"), 1, "has 2 entries for 1 stages"),
         (("-pp", "62"), 1, "above the model's 61 hidden layers"),

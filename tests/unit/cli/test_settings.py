@@ -233,6 +233,17 @@ def test_the_control_port_matters_where_it_is_bound() -> None:
         serve_config("gateway", arguments, SERVE_GROUPS, {})
 
 
+def test_a_port_to_dial_is_not_0() -> None:
+    message = "0 lets the head choose"
+    node = ("--nnodes", "2", "-pp", "2", "--node-rank", "1", "--headless")
+    assert message in refusal("m", *node, "--master-port", "0")
+    arguments = parse_arguments(
+        "stage-worker", "", STAGE_WORKER_GROUPS, None, ["--master-port", "0"]
+    )
+    with pytest.raises(UsageError, match=message):
+        stage_worker_config(arguments, STAGE_WORKER_GROUPS, {})
+
+
 def test_stage_worker() -> None:
     argv = ("--master-addr", "10.0.0.1", "--pp-rank", "1", "--lifeline-fd", "7")
     arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, argv)

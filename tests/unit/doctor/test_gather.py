@@ -86,6 +86,15 @@ def test_which_ports_a_node_needs() -> None:
     head = ServeConfig(model="m", port=0, grpc_port=0, nnodes=2, master_port=0)
     assert [p.flag for p in gather_ports(head)] == ["--port", "--grpc-port", "--master-port"]
     assert gather_ports(ServeConfig(model="m", nnodes=2, node_rank=1, headless=True)) == ()
+    assert gather_ports(ServeConfig(model="m", nnodes=2, node_rank=1)) == ()
+
+
+def test_who_only_looks_need_not_have_the_heads_address() -> None:
+    elsewhere = {"port": 0, "grpc_port": 0, "master_addr": "192.0.2.77", "master_port": 29550}
+    looks = gather_ports(ServeConfig(model="", **elsewhere))  # type: ignore[arg-type]
+    assert [p.flag for p in looks] == ["--port", "--grpc-port"]
+    serves = gather_ports(ServeConfig(model="m", **elsewhere))  # type: ignore[arg-type]
+    assert serves[2].error == errno.EADDRNOTAVAIL
 
 
 def test_memory_of_nvidia_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,6 @@ def test_a_node_that_would_be_taken() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
-        ("config", "c2", "the same copy of the model"),
-        ("weights", "w2", "the same copy of the model"),
         ("tp_size", "4", "--tensor-parallel-size"),
         ("pp_size", "3", "--pipeline-parallel-size"),
         ("nnodes", "3", "--nnodes"),
@@ -118,6 +116,22 @@ def test_what_differs_is_named_with_both_values(field: str, value: str, remedy: 
         f"{field} differs: the head has {AGREED[field]} and node 1 (node-a) has {value}"
     )
     assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("config", "the head's config.json has values of SHA-256 abababababab"),
+        ("weights", "the head's safetensors files (names, sizes, headers) have SHA-256 abababab"),
+    ],
+)
+def test_digests_are_short_and_said_of_what(field: str, words: str) -> None:
+    said = answer(members=[])
+    next(f for f in said.fingerprint.fields if f.name == field).value = "ab" * 32
+    (finding,) = join(said, **{field: "cd" * 32})
+    assert finding.what.startswith(f"{field} differs: {words}")
+    assert finding.what.endswith(" and those of node 1 (node-a) cdcdcdcdcdcd")
+    assert "the head's model directory" in finding.remedy
 
 
 def test_all_differences_are_named_not_only_the_first() -> None:

@@ -83,6 +83,16 @@ def test_ports_of_a_running_mesh_are_no_fault() -> None:
     assert "[::1]:8000" in finding.what
 
 
+@pytest.mark.parametrize("error", [errno.EADDRINUSE, errno.EADDRNOTAVAIL])
+def test_who_answers_at_the_heads_port_has_it_rightly(error: int) -> None:
+    port = PortFacts("--master-port", "10.0.0.1", 29550, error)
+    (finding,) = check_ports((port,), own_mesh_runs=False, answering="the doctor")
+    assert (finding.outcome, finding.what) == (
+        Outcome.OK,
+        "10.0.0.1:29550 (--master-port) is in use by the doctor that answers there",
+    )
+
+
 def test_a_headless_node_needs_no_port() -> None:
     (finding,) = check_ports((), own_mesh_runs=False)
     assert finding.outcome is Outcome.OK
