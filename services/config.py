@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from services.topology.additional_config import NO_ADDITIONAL_CONFIG, AdditionalConfig
 from services.topology.kv_transfer import KvTransferConfig
+from services.topology.partition import PARTITION_FLAG
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -28,6 +29,8 @@ class ServeConfig:
     data_parallel_size: int = 1
     """Replicas of the whole TP x PP pipeline behind one gateway."""
     pp_layer_partition: tuple[int, ...] | None = None
+    pp_layer_partition_source: str = PARTITION_FLAG
+    """Where the partition stands, for messages: flag, file or variable."""
     distributed_executor_backend: str = "mp"
     """"mp" or "ray", which decides about nodes by itself."""
     nnodes: int = 1

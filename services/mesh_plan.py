@@ -111,6 +111,7 @@ def make_plan(
         facts.num_hidden_layers,
         config.pipeline_parallel_size,
         config.pp_layer_partition,
+        config.pp_layer_partition_source,
     )
     costs = _simulated_costs(config)
     if config.device == SIMULATED:

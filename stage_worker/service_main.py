@@ -18,7 +18,7 @@ import uvloop
 
 from services.config import StageWorkerConfig
 from services.control.client import ControlClient
-from services.errors import StagemeshError, failure_of
+from services.errors import PartitionError, StagemeshError, UsageError, failure_of
 from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
 from services.rpc.addresses import check_dialable, check_master_address, join_host_port
@@ -54,9 +54,10 @@ def run(config: StageWorkerConfig) -> int:
     stage = "?" if config.pp_rank is None else config.pp_rank
     setup_logging(process=f"stage-{stage}")
     _check_addresses(config)
+    fingerprint = _fingerprint(config)
     code = 0
     try:
-        uvloop.run(_serve(config))
+        uvloop.run(_serve(config, fingerprint))
     except* Left:
         code = 0
     except* StagemeshError as errors:
@@ -79,11 +80,26 @@ def _check_addresses(config: StageWorkerConfig) -> None:
         log.warning("%s", warning)
 
 
-async def _serve(config: StageWorkerConfig) -> None:
+async def _serve(config: StageWorkerConfig, fingerprint: topology_pb2.Fingerprint) -> None:
     device, num_devices = resolve_device(config.device, config.cpu_devices)
     worker = StageWorker()
     server = RpcServer([SERVICE_NAME])
-    add_to_server(worker, server.grpc_server)
+    try:
+        add_to_server(worker, server.grpc_server)
+        await _run_worker(config, fingerprint, worker, server, (device, num_devices))
+    finally:
+        # Also where it could not listen: a server that is not stopped complains at exit.
+        await server.stop(grace_seconds=STOP_GRACE_SECONDS)
+
+
+async def _run_worker(
+    config: StageWorkerConfig,
+    fingerprint: topology_pb2.Fingerprint,
+    worker: StageWorker,
+    server: RpcServer,
+    devices: tuple[str, int],
+) -> None:
+    device, num_devices = devices
     port = server.bind(config.host, config.port)
     await server.start()
     head = join_host_port(config.master_addr, config.master_port)
@@ -95,7 +111,7 @@ async def _serve(config: StageWorkerConfig) -> None:
         node_rank=config.node_rank,
         address=join_host_port(config.host, port),
         pid=os.getpid(),
-        fingerprint=_fingerprint(config),
+        fingerprint=fingerprint,
         device=device,
         num_devices=num_devices,
     )
@@ -120,7 +136,6 @@ async def _serve(config: StageWorkerConfig) -> None:
             tasks.create_task(_until_sent_away(control, joined, worker))
     finally:
         await worker.stop_ranks()
-        await server.stop(grace_seconds=STOP_GRACE_SECONDS)
         await channel.close()
 
 
@@ -129,7 +144,10 @@ def _fingerprint(config: StageWorkerConfig) -> topology_pb2.Fingerprint:
     without a launcher its versions and the partition that its environment asks for."""
     if config.fingerprint is not None:
         return topology_pb2.Fingerprint.FromString(base64.b64decode(config.fingerprint))
-    return environment_fingerprint(partition=os.environ.get(PARTITION_ENV))
+    try:
+        return environment_fingerprint(partition=os.environ.get(PARTITION_ENV))
+    except PartitionError as error:
+        raise UsageError(error.message, param=error.param) from None
 
 
 def _start_ranks(

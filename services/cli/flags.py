@@ -15,6 +15,7 @@ from services.cli import json_values, values
 from services.cli.values import Parser
 from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT
 from services.topology.compatibility import INTERCONNECTS
+from services.topology.partition import PARTITION_ENV
 
 
 class Arity(Enum):
@@ -39,6 +40,10 @@ class Flag:
     arity: Arity = Arity.ONE
     environment: str | None = None
     """Variable that is read where neither command line nor file says anything."""
+    environment_agrees: bool = False
+    """Where the variable is set too, it must say the same."""
+    source_field: str | None = None
+    """The config's field that holds where the value stands, for what is checked later."""
     hidden: bool = False
     """Between Stagemesh's own processes; not in the help."""
     is_object: bool = False
@@ -117,7 +122,9 @@ SERVE_GROUPS = (
                 values.partition,
                 "layers per stage, like 32,29 (also VLLM_PP_LAYER_PARTITION)",
                 metavar="N,N,...",
-                environment="VLLM_PP_LAYER_PARTITION",
+                environment=PARTITION_ENV,
+                source_field="pp_layer_partition_source",
+                environment_agrees=True,
             ),
             Flag(
                 ("--data-parallel-size", "-dp"),

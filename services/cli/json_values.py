@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from services.cli.values import Raw
+from services.text import shown
 from services.topology.additional_config import AdditionalConfig, read_additional_config
 from services.topology.kv_transfer import KvTransferConfig, read_kv_transfer_config
 
@@ -27,13 +28,13 @@ def kv_transfer_config(raw: Raw) -> KvTransferConfig | None:
 
 
 def json_object(raw: Raw) -> Mapping[str, object]:
-    """The object; an empty text is an empty one."""
+    """The object. An empty text is none: it is what an unset variable of a shell leaves."""
     if isinstance(raw, Mapping):
         return _with_text_keys(raw)
     if not isinstance(raw, str):
         raise ValueError(_RULE)
     if not raw.strip():
-        return {}
+        raise ValueError("is empty, which is not JSON; {} or no flag asks for nothing")
     try:
         content = json.loads(raw, object_pairs_hook=_once, parse_constant=_not_a_number)
     except json.JSONDecodeError as error:
@@ -50,7 +51,7 @@ def json_object(raw: Raw) -> Mapping[str, object]:
 def _with_text_keys(content: Mapping[str, object]) -> Mapping[str, object]:
     for key in content:
         if not isinstance(key, str):
-            raise ValueError(f"has the key {key!r}; keys must be texts")
+            raise ValueError(f"has the key {shown(repr(key))}; keys must be texts")
     return content
 
 
@@ -58,7 +59,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content: dict[str, object] = {}
     for key, value in pairs:
         if key in content:
-            raise ValueError(f"has the key {key} twice")
+            raise ValueError(f"has the key {shown(key)} twice")
         content[key] = value
     return content
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from services.cli.usage import UsageError, did_you_mean
 from services.errors import StagemeshError
+from services.text import visible
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -151,7 +152,7 @@ def _names() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"stagemesh: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"stagemesh: error: {visible(' '.join(message.split()))}\n")
     return code
 
 

@@ -22,6 +22,7 @@ from services.cli.vllm import is_vllm_flag
 from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
 from services.doctor.request import DoctorRequest
 from services.errors import ConfigError
+from services.text import MAX_SHOWN_CHARACTERS, shown
 from services.topology.compatibility import check_compatibility, request_of
 from services.topology.plan_result import PlanSettings
 
@@ -164,25 +165,50 @@ def _merge(
             continue
         try:
             fields[flag.field] = _checked(flag, source, raw)
+            if flag.source_field is not None:
+                fields[flag.source_field] = source
+            if flag.environment_agrees:
+                _check_agreement(flag, source, raw, environment)
         except UsageError as error:
             if refused is None:
                 raise
             refused.append(error)
     named = from_file.get("model")
     if named is not None and not isinstance(named, str):
-        raise UsageError(f"model in {arguments.config_file} must be a text, got {named!r}")
+        raise UsageError(f"model in {arguments.config_file} must be a text, got {_shown(named)}")
     model = arguments.positional if arguments.positional is not None else named
     if model is not None and not model.strip():
         raise UsageError("MODEL must not be empty")
     return fields, model
 
 
+def _check_agreement(flag: Flag, source: str, raw: Raw, environment: Mapping[str, str]) -> None:
+    """Raises `UsageError` where the flag's variable is set to something else than is used."""
+    name = flag.environment
+    there = environment.get(name) if name else None
+    if not name or not there or source == name:
+        return
+    if _checked(flag, source, raw) != _checked(flag, name, there):
+        raise UsageError(
+            f"{source} says {_shown(raw)} and {name} says {_shown(there)}; set only one of them, "
+            "or both alike",
+            param=flag.names[0],
+        )
+
+
+def _shown(raw: object) -> str:
+    """A value as it was written, for one line."""
+    if isinstance(raw, str):
+        return repr(raw) if len(raw) <= MAX_SHOWN_CHARACTERS else f"'{shown(raw)}'"
+    return shown(repr(raw))
+
+
 def _checked(flag: Flag, source: str, raw: Raw) -> object:
     try:
         return flag.parse(raw)
     except ValueError as error:
-        shown = "a key that is not shown" if flag.field == "api_key" else repr(raw)
-        raise UsageError(f"{source} {error}, got {shown}", param=flag.names[0]) from None
+        got = "a key that is not shown" if flag.field == "api_key" else _shown(raw)
+        raise UsageError(f"{source} {error}, got {got}", param=flag.names[0]) from None
 
 
 def read_config_file(
@@ -193,19 +219,18 @@ def read_config_file(
     Raises `UsageError` for a file that cannot be read, is not a mapping, or has a
     key that the command does not know.
     """
-    import yaml  # Only here: a command without a file starts faster.
+    from services.cli.yaml_file import load_yaml  # Only here: a start without a file is faster.
 
     try:
         if Path(path).stat().st_size > MAX_CONFIG_FILE_BYTES:
             raise UsageError(f"--config {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes")
-        content = yaml.safe_load(Path(path).read_text("utf-8"))
+        content = load_yaml(Path(path).read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"--config {path} is not UTF-8 text") from None
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"--config {path} is not valid YAML: {reason}") from None
+    except ValueError as error:
+        raise UsageError(f"--config {path} {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -216,7 +241,7 @@ def read_config_file(
     for key, value in content.items():
         field = str(key).replace("-", "_")
         if field not in known:
-            raise UsageError(_unknown_key_message(command, path, str(key), known))
+            raise UsageError(_unknown_key_message(command, path, shown(str(key)), known))
         if field in result:
             raise UsageError(f"--config {path} says {field} twice (with dash and underscore)")
         if value is not None:

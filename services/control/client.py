@@ -48,6 +48,12 @@ class ControlClient:
                     # As many calls as its server takes at a time.
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                 )
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    raise JoinRefused(
+                        f"what answers at {self._address} is no head of a mesh: compare "
+                        '--master-addr and --master-port with the line "workers join at" in the '
+                        "head's log"
+                    ) from None
                 if not waiting:
                     raise error_from_rpc(error) from None
                 if loop.time() > deadline:

@@ -175,7 +175,10 @@ class LayoutChecks:
         partition = self._try(
             Check.PARTITION,
             lambda: resolve_partition(
-                facts.num_hidden_layers, config.pipeline_parallel_size, config.pp_layer_partition
+                facts.num_hidden_layers,
+                config.pipeline_parallel_size,
+                config.pp_layer_partition,
+                config.pp_layer_partition_source,
             ),
         )
         if partition is not None:

@@ -23,7 +23,7 @@ from services.errors import FingerprintMismatch, JoinRefused
 from services.topology.checkpoint import CheckpointFacts
 from services.topology.facts import MeshShape
 from services.topology.jsonfile import read_json_object
-from services.topology.partition import format_partition, parse_partition
+from services.topology.partition import PARTITION_ENV, format_partition, parse_partition
 from stagemesh.v1 import topology_pb2
 from stagemesh.version import __version__
 
@@ -119,7 +119,9 @@ def build_fingerprint(
 def environment_fingerprint(partition: str | None = None) -> topology_pb2.Fingerprint:
     """What a worker knows before it has a plan: its package versions, and the layer partition
     where its own environment names one. Raises `PartitionError` for a partition that is none."""
-    return stated_fingerprint(() if partition is None else parse_partition(partition))
+    return stated_fingerprint(
+        () if partition is None else parse_partition(partition, param=PARTITION_ENV)
+    )
 
 
 def stated_fingerprint(

@@ -10,9 +10,9 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from services.ranges import MAX_COUNT, MAX_PORT
+from services.text import shown
 
 _MAX_KEYS = 1000
-_SHOWN_CHARACTERS = 80
 
 
 class Options:
@@ -90,12 +90,6 @@ class Options:
 
     def _path(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
-
-
-def shown(text: str) -> str:
-    """On one line, and cut where someone passed a whole file."""
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def _close(key: str, names: tuple[str, ...]) -> str:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 
 from services.errors import PartitionError
+from services.text import shown
 
 PARTITION_FLAG = "--pp-layer-partition"
 PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
@@ -19,7 +20,6 @@ PP_SIZE_FLAG = "--pipeline-parallel-size"
 
 # An entry longer than this is no layer count; it also keeps int() cheap on hostile text.
 _MAX_ENTRY_CHARACTERS = 7
-_SHOWN_CHARACTERS = 80
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -110,30 +110,19 @@ def check_partition(
 def resolve_partition(
     num_layers: int,
     pp_size: int,
-    flag: Sequence[int] | None = None,
-    env: str | None = None,
+    partition: Sequence[int] | None = None,
+    source: str = PARTITION_FLAG,
 ) -> tuple[int, ...]:
     """The partition to use: the user's own where there is one, else the even one.
 
-    `flag` is the parsed `--pp-layer-partition` (or the configuration file's),
-    `env` the text of `VLLM_PP_LAYER_PARTITION`; None means not set. Both may be
-    set if they say the same. Raises `PartitionError`.
+    `source` is where the user's own stands: flag, file or variable. Raises `PartitionError`
+    that names it.
     """
     check_stage_count(num_layers, pp_size)
-    from_env = None if env is None else parse_partition(env, param=PARTITION_ENV)
-    if flag is not None and from_env is not None and tuple(flag) != from_env:
-        raise PartitionError(
-            f"{PARTITION_FLAG} says {_shown(format_partition(flag))} and {PARTITION_ENV} says "
-            f"{_shown(format_partition(from_env))}; set only one of them, or both alike",
-            param=PARTITION_FLAG,
-        )
-    if flag is not None:
-        check_partition(flag, num_layers, pp_size, param=PARTITION_FLAG)
-        return tuple(flag)
-    if from_env is not None:
-        check_partition(from_env, num_layers, pp_size, param=PARTITION_ENV)
-        return from_env
-    return even_partition(num_layers, pp_size)
+    if partition is None:
+        return even_partition(num_layers, pp_size)
+    check_partition(partition, num_layers, pp_size, param=source)
+    return tuple(partition)
 
 
 def format_partition(partition: Sequence[int]) -> str:
@@ -152,7 +141,4 @@ def _check_positive(partition: Sequence[int], param: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """Quoted, and cut where someone passed a whole file."""
-    if len(text) > _SHOWN_CHARACTERS:
-        text = text[:_SHOWN_CHARACTERS] + "..."
-    return f'"{text}"'
+    return f'"{shown(text)}"'

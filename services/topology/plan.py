@@ -53,7 +53,12 @@ def make_plan(model: PlannedModel, settings: PlanSettings) -> Plan:
     tp_size, pp_size = settings.tensor_parallel_size, settings.pipeline_parallel_size
     check_stage_count(facts.num_hidden_layers, pp_size)
     check_compatibility(request_of(settings, facts=facts))
-    partition = resolve_partition(facts.num_hidden_layers, pp_size, settings.pp_layer_partition)
+    partition = resolve_partition(
+        facts.num_hidden_layers,
+        pp_size,
+        settings.pp_layer_partition,
+        settings.pp_layer_partition_source,
+    )
     shape = MeshShape(settings.data_parallel_size, tp_size, pp_size, partition)
     layout = _layout(facts, settings, shape)
     demand = Demand(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.topology.additional_config import NO_ADDITIONAL_CONFIG, AdditionalConfig
 from services.topology.kv_transfer import KvTransferConfig
+from services.topology.partition import PARTITION_FLAG
 from services.topology.recommend import Advice, Recommendation
 
 
@@ -22,6 +23,8 @@ class PlanSettings:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     pp_layer_partition: tuple[int, ...] | None = None
+    pp_layer_partition_source: str = PARTITION_FLAG
+    """Where the partition stands, for messages: flag, file or variable."""
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 16

@@ -11,18 +11,21 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from services.control.client import ControlClient
 from services.errors import (
     BodyTooLarge,
     ConfigError,
     DeadlineExceeded,
     InvalidRequest,
+    JoinRefused,
     PipelineUnavailable,
     Saturated,
     StagemeshError,
+    UsageError,
     all_errors,
 )
 from services.rpc import MessageLimits, RpcServer, create_channel, error_from_rpc
-from stagemesh.v1 import inference_pb2, inference_pb2_grpc
+from stagemesh.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 TIMEOUT_SECONDS = 5.0
@@ -210,3 +213,20 @@ async def test_reflection_lists_the_service(running: Running) -> None:
     answer = await call.read()
     names = {service.name for service in answer.list_services_response.service}
     assert SERVICE in names and "grpc.health.v1.Health" in names
+
+
+async def test_a_worker_sent_to_another_port_is_told_what_to_compare(running: Running) -> None:
+    address = f"127.0.0.1:{running.port}"
+    channel = create_channel(address)
+    client = ControlClient(channel, address)
+    with pytest.raises(JoinRefused, match=rf"{address} is no head.*--master-port.*workers join at"):
+        await client.join(control_pb2.JoinRequest(), TIMEOUT_SECONDS)
+    await channel.close()
+
+
+async def test_a_name_that_is_no_address_is_refused_by_the_flag_of_its_port() -> None:
+    server = RpcServer([])
+    for flag, host_flag in (("--grpc-port", "--host"), ("--master-port", "--master-addr")):
+        with pytest.raises(UsageError, match=rf"^{host_flag} 10\.0\.\.1 is no address"):
+            server.bind("10.0..1", 0, flag=flag)
+    await server.stop(grace_seconds=0)

@@ -16,11 +16,11 @@ from stagemesh.version import __version__
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "services.cli", *argv],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
         capture_output=True,
         text=True,
         timeout=60,
@@ -39,6 +39,43 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert out == ""
     assert err.startswith("stagemesh: error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "plan", "headless"])
+def test_every_command_refuses_two_partitions(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,1")
+    headless = ("--nnodes", "2", "--node-rank", "1", "--headless")
+    words = ("serve", "m", *headless) if command == "headless" else (command, "m")
+    assert main([*words, "-pp", "2", "--pp-layer-partition", "1,2"]) == 2
+    err = capfd.readouterr().err
+    assert "--pp-layer-partition says '1,2' and VLLM_PP_LAYER_PARTITION says '2,1'" in err
+
+
+def test_nothing_that_was_written_reaches_the_terminal_as_a_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "m", "--dtype", "\x1b[31mred\x07"]) == 2
+    assert main(["\x1b[31mred"]) == 2
+    err = capfd.readouterr().err
+    assert "\\x1b[31mred" in err and err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("environment", "argv", "code", "message"),
+    [
+        ({"VLLM_PP_LAYER_PARTITION": "a,b"}, (), 2, 'VLLM_PP_LAYER_PARTITION="a,b": entry'),
+        ({}, ("--host", "192.0.2.77"), 1, "cannot listen on 192.0.2.77:0"),
+    ],
+)
+def test_a_stage_worker_that_cannot_start_says_one_line(
+    environment: dict[str, str], argv: tuple[str, ...], code: int, message: str
+) -> None:
+    done = run("stage-worker", *argv, environment=environment)
+    assert done.returncode == code
+    assert message in done.stderr and "--pp-layer-partition" not in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_failure_while_running_is_one_line_and_exit_code_1(

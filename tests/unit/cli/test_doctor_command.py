@@ -125,6 +125,8 @@ def test_a_partition_is_refused_by_its_rule(
     assert code == 1
     assert list(failed) == ["partition"]
     assert rule in failed["partition"][0]
+    name = "--pp-layer-partition" if way == "flag" else "VLLM_PP_LAYER_PARTITION"
+    assert failed["partition"][0].startswith(name)
 
 
 def test_everything_that_is_wrong_is_said_at_once(

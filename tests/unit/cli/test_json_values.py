@@ -55,10 +55,27 @@ def test_yaml_can_say_it_as_a_mapping_only_with_text_keys() -> None:
         json_object(["a"])
 
 
-@pytest.mark.parametrize("text", ["", " ", "{}"])
-def test_nothing_asks_for_nothing(text: str) -> None:
-    assert additional_config(text) == AdditionalConfig()
-    assert kv_transfer_config(text) is None
+def test_nothing_asks_for_nothing() -> None:
+    assert additional_config("{}") == AdditionalConfig()
+    assert kv_transfer_config("{}") is None
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_text_is_no_json(text: str) -> None:
+    for read in (additional_config, kv_transfer_config):
+        with pytest.raises(ValueError, match=r"^is empty, which is not JSON"):
+            read(text)
+
+
+@pytest.mark.parametrize("flag", ["--additional-config", "--kv-transfer-config", "--dtype"])
+@pytest.mark.parametrize(
+    "text", ["{" + "x" * 5000, "[\x1b[31m\n", '{"\\u001b' + "k" * 5000 + '": 1}']
+)
+def test_what_was_written_is_shown_short_and_visible(flag: str, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse("m", flag, text)
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 600
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,10 @@ def test_every_flag_fills_its_field() -> None:
 
 def test_flags_and_config_fields_are_the_same_set() -> None:
     serve = {flag.field for flag in all_flags(SERVE_GROUPS)} - {"config"}
-    assert serve == {field.name for field in dataclasses.fields(ServeConfig)} - {"model"}
+    assert serve == {field.name for field in dataclasses.fields(ServeConfig)} - {
+        "model",
+        "pp_layer_partition_source",
+    }
     worker = {flag.field for flag in all_flags(STAGE_WORKER_GROUPS)} - {"config"}
     assert worker == {field.name for field in dataclasses.fields(StageWorkerConfig)}
 
@@ -116,13 +119,32 @@ def test_a_switch_can_be_turned_off_over_the_file(tmp_path: Path) -> None:
 
 def test_command_line_before_file_before_environment(tmp_path: Path) -> None:
     path = write(tmp_path, "pp_layer_partition: [20, 10]\nport: 9000\n")
-    environment = {"VLLM_PP_LAYER_PARTITION": "15,15"}
     argv = ("m", "--config", path)
-    assert parse("m", environment=environment).pp_layer_partition == (15, 15)
-    assert parse(*argv, environment=environment).pp_layer_partition == (20, 10)
-    on_line = parse(*argv, "--pp-layer-partition", "16,14", environment=environment)
-    assert on_line.pp_layer_partition == (16, 14)
-    assert on_line.port == 9000
+    partitions = [
+        parse("m", environment={"VLLM_PP_LAYER_PARTITION": "15,15"}),
+        parse(*argv),
+        parse(*argv, "--pp-layer-partition", "16,14"),
+    ]
+    found = [(each.pp_layer_partition, each.pp_layer_partition_source) for each in partitions]
+    assert found == [
+        ((15, 15), "VLLM_PP_LAYER_PARTITION"),
+        ((20, 10), f"pp_layer_partition in {path}"),
+        ((16, 14), "--pp-layer-partition"),
+    ]
+    assert [each.port for each in partitions] == [8000, 9000, 9000]
+
+
+def test_a_partition_and_a_variable_that_differ_are_both_named(tmp_path: Path) -> None:
+    environment = {"VLLM_PP_LAYER_PARTITION": " 15, 15"}
+    argv = ("m", "--pp-layer-partition")
+    assert parse(*argv, "15,15", environment=environment).pp_layer_partition == (15, 15)
+    assert refusal(*argv, "16,14", environment=environment) == (
+        "--pp-layer-partition says '16,14' and VLLM_PP_LAYER_PARTITION says ' 15, 15'; set only "
+        "one of them, or both alike"
+    )
+    path = write(tmp_path, "pp_layer_partition: [16, 14]\n")
+    message = refusal("m", "--config", path, environment=environment)
+    assert message.startswith(f"pp_layer_partition in {path} says [16, 14] and VLLM_PP")
 
 
 def test_the_file_may_name_the_model(tmp_path: Path) -> None:
@@ -150,6 +172,12 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("served-model-name: [{a: b}]\n", "served-model-name must be"),
         ("pp-layer-partition: {16: a, 14: b}\n", "pp-layer-partition must be"),
         ("api-key: 2026-01-01\n", "api-key must be"),
+        ("port: 1\nhost: a\nport: 2\n", "has the key port twice, again at line 3"),
+        ("additional-config: {a: 1,\n  a: 2}\n", "has the key a twice, again at line 2"),
+        ("host: &a [x]\nport: *a\n", "has the anchor or alias a at line 1; write"),
+        ("host: " + "[" * 50_000, "is nested more than 20 levels deep at line 1"),
+        ("host: [" + "x," * 20_000 + "]", "has more than 10000 values, at line 1"),
+        ("host: 2026-99-99\n", "has a value that cannot be read: month must be in 1..12"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -128,31 +128,16 @@ def test_every_rule_is_named_for_flag_and_environment(
     partition: tuple[int, ...], rule: str
 ) -> None:
     with pytest.raises(PartitionError) as caught:
-        resolve_partition(61, 2, flag=partition)
+        resolve_partition(61, 2, partition)
     assert rule in caught.value.message
     assert caught.value.param == PARTITION_FLAG
     if partition:
         with pytest.raises(PartitionError) as caught:
-            resolve_partition(61, 2, env=format_partition(partition))
+            resolve_partition(61, 2, partition, PARTITION_ENV)
         assert rule in caught.value.message
         assert caught.value.param == PARTITION_ENV
 
 
 def test_resolve_takes_the_users_partition_before_the_even_one() -> None:
     assert resolve_partition(61, 2) == (31, 30)
-    assert resolve_partition(61, 2, flag=(32, 29)) == (32, 29)
-    assert resolve_partition(61, 2, env="32,29") == (32, 29)
-    assert resolve_partition(61, 2, flag=(32, 29), env="32, 29") == (32, 29)
-
-
-def test_flag_and_environment_that_differ_are_both_named() -> None:
-    with pytest.raises(PartitionError) as caught:
-        resolve_partition(61, 2, flag=(32, 29), env="30,31")
-    for part in (PARTITION_FLAG, PARTITION_ENV, '"32,29"', '"30,31"'):
-        assert part in caught.value.message
-
-
-def test_an_environment_variable_that_is_set_and_empty_is_an_error() -> None:
-    with pytest.raises(PartitionError) as caught:
-        resolve_partition(61, 2, env="")
-    assert caught.value.param == PARTITION_ENV
+    assert resolve_partition(61, 2, (32, 29)) == (32, 29)
