@@ -123,7 +123,14 @@ def own_address_towards(master_addr: str) -> str:
     `UsageError` where the one or the other is no address that can be connected to.
     """
     if (chosen := os.environ.get(HOST_IP_ENV)) is not None:
+        if not chosen:
+            raise UsageError(
+                f"{HOST_IP_ENV} is empty; set it to an address of this node (`ip address` shows "
+                "them), or unset it",
+                param=HOST_IP_ENV,
+            )
         check_dialable(chosen, flag=HOST_IP_ENV)
+        _check_own(chosen, flag=HOST_IP_ENV)
         return chosen
     family, _, _, address = resolve(master_addr, 9, flag="--master-addr")[0]
     try:
@@ -136,6 +143,21 @@ def own_address_towards(master_addr: str) -> str:
             f"{error.strerror or error}",
             param="--master-addr",
         ) from None
+
+
+def _check_own(host: str, *, flag: str) -> None:
+    """Raises `UsageError` unless this node can listen on the address. Binding is the probe, of a
+    UDP port that nobody hears of."""
+    family, _, _, address = resolve(host, 0, flag=flag)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise UsageError(
+                f"{flag} {shown(host)} cannot be listened on here: {error.strerror or error}; set "
+                "it to an address of this node (`ip address` shows them), or unset it",
+                param=flag,
+            ) from None
 
 
 def check_master_address(master_addr: str, *, insecure: bool) -> str | None:

@@ -129,3 +129,23 @@ def test_every_command_says_so_in_one_line(command: str, message: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"stagemesh: error: {message}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("", "VLLM_HOST_IP is empty; set it to an address of this node"),
+        ("10.0..1", "VLLM_HOST_IP 10.0..1 is no address"),
+        # From a documentation range (RFC 5737): nobody has it.
+        ("192.0.2.77", "VLLM_HOST_IP 192.0.2.77 cannot be listened on here"),
+    ],
+)
+def test_an_address_from_the_environment_is_named_as_such(
+    monkeypatch: pytest.MonkeyPatch, address: str, words: str
+) -> None:
+    monkeypatch.setenv(HOST_IP_ENV, address)
+    with pytest.raises(UsageError) as caught:
+        own_address_towards("127.0.0.1")
+    assert caught.value.message.startswith(words)
+    monkeypatch.setenv(HOST_IP_ENV, "127.0.0.1")
+    assert own_address_towards("192.0.2.1") == "127.0.0.1"
