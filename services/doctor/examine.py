@@ -98,16 +98,17 @@ def _ask(
 ) -> tuple[HeadFacts | None, Finding | None]:
     """What the head says, or the finding that it says nothing; neither where none is asked."""
     config = request.config
+    try:
+        # Also where nobody is asked: `serve` and `--listen` would take this address.
+        check_master_address(config.master_addr, insecure=config.insecure)
+    except StagemeshError as error:
+        return None, refused(Check.HEAD, error)
     # Nobody has asked about a mesh, and something is where this node's would be.
     is_curious = not request.listen and any(
         port.flag == MASTER_PORT_FLAG and port.error == errno.EADDRINUSE for port in ports
     )
     if not request.asks_head and not is_curious:
         return None, None
-    try:
-        check_master_address(config.master_addr, insecure=config.insecure)
-    except StagemeshError as error:
-        return None, refused(Check.HEAD, error)
     answer = asyncio.run(
         ask_head(
             config.master_addr,

@@ -419,3 +419,17 @@ def test_every_command_of_the_documents_is_understood(
         code = main([*words, "--cpu-devices", "8", *FREE_PORTS])
         out, err = capfd.readouterr()
         assert (code, err) == (0, ""), f"{command}\n{out}"
+
+
+@pytest.mark.parametrize("address", ["10.0..1", "0.0.0.0", "8.8.8.8"])
+def test_an_address_that_cannot_be_listened_on_is_a_finding(
+    address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--listen", "--master-addr", address, "--master-port", "0")
+    assert main(["doctor", *argv, *FREE_PORTS, "--json"]) == 2
+    out, err = capfd.readouterr()
+    findings = json.loads(out)["findings"]
+    (head,) = [finding for finding in findings if finding["check"] == "head"]
+    assert head["outcome"] == "failed"
+    assert head["what"].startswith(f"--master-addr {address} is ")
+    assert err == f"stagemesh: error: {head['what']}\n"
