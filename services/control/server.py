@@ -38,6 +38,11 @@ class DoctorCalls:
     def __init__(self) -> None:
         self._running = 0
 
+    @property
+    def running(self) -> int:
+        """Calls that are being answered."""
+        return self._running
+
     def enter(self, context: grpc.aio.ServicerContext) -> None:
         """Raises `Saturated` where as many are answered as may be."""
         if self._running >= MAX_DOCTOR_CALLS:

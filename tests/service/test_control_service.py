@@ -222,14 +222,12 @@ async def test_many_doctors_ask_each_worker_once_and_leave_room_for_workers() ->
                 stub.Diagnose(control_pb2.DiagnoseRequest(node_rank=rank), timeout=10)
                 for rank in range(MAX_DOCTOR_CALLS)
             ]
-            # Until all of them wait for the worker.
-            refusal = None
-            for _ in range(100):
-                try:
-                    await stub.Echo(control_pb2.EchoRequest(), timeout=5)
-                except grpc.aio.AioRpcError as error:
-                    refusal = error_from_rpc(error)
-                    break
+            async with asyncio.timeout(5):
+                while control._doctor_calls.running < MAX_DOCTOR_CALLS:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Echo(control_pb2.EchoRequest(), timeout=5)
+            refusal = error_from_rpc(caught.value)
             assert isinstance(refusal, Saturated), refusal
             assert "16 calls of doctors are being answered here" in refusal.message
             beat = await stub.Heartbeat(control_pb2.HeartbeatRequest(worker_id="?"), timeout=5)
