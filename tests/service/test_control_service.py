@@ -223,7 +223,7 @@ async def test_many_doctors_ask_each_worker_once_and_leave_room_for_workers() ->
                 for rank in range(MAX_DOCTOR_CALLS)
             ]
             async with asyncio.timeout(5):
-                while control._doctor_calls.running < MAX_DOCTOR_CALLS:
+                while control._doctor_calls.running < MAX_DOCTOR_CALLS:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Echo(control_pb2.EchoRequest(), timeout=5)
