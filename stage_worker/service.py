@@ -8,6 +8,7 @@ The first error of any rank ends the stream at once, with its cause.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 
@@ -31,6 +32,8 @@ _SEVERITY = (
 """From best to worst: a worker is in the state of its worst rank."""
 
 MAX_DRAIN_SECONDS = 60.0
+PLACE_TIMEOUT_SECONDS = 5.0
+"""How long a call waits for the worker to learn its place."""
 SERVICE_NAME = stage_worker_pb2.DESCRIPTOR.services_by_name["StageWorkerService"].full_name
 
 
@@ -52,6 +55,8 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self.ranks: list[RankProcess] = []
         self.leave = asyncio.Event()
         """Set when the worker has to go; the owner of the service waits for it."""
+        self.placed = asyncio.Event()
+        """Set when `ranks` are those of the worker's place."""
         self.drain_seconds = 0.0
         self._answers: Answers | None = None
         self._error: step_pb2.StageError | None = None
@@ -86,9 +91,13 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             self._answers.close(instead)
             self._answers = None
 
-    def _ranks_or_refuse(self) -> list[RankProcess]:
+    async def _ranks_or_refuse(self) -> list[RankProcess]:
         if self.leave.is_set():
             raise PipelineUnavailable("this stage worker is leaving the mesh")
+        if not self.ranks:
+            # The head may call as soon as it has answered the join, before the answer is read here.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.placed.wait(), PLACE_TIMEOUT_SECONDS)
         if not self.ranks:
             raise PipelineUnavailable("this stage worker has not been given a place yet; try again")
         return self.ranks
@@ -99,7 +108,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.OpenStoreResponse:
         """Opens the rendezvous store of an epoch in this worker's first rank."""
-        address = await self._ranks_or_refuse()[0].open_store(request)
+        address = await (await self._ranks_or_refuse())[0].open_store(request)
         return stage_worker_pb2.OpenStoreResponse(address=address)
 
     async def FormGroup(
@@ -112,7 +121,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             raise ConfigError(f"epoch {request.epoch} is not above the present one, {self._epoch}")
         self._end_stream()
         async with asyncio.TaskGroup() as tasks:
-            for rank in self._ranks_or_refuse():
+            for rank in await self._ranks_or_refuse():
                 tasks.create_task(rank.form_group(request))
         self._epoch, self._error = request.epoch, None
         return stage_worker_pb2.FormGroupResponse(epoch=request.epoch)
@@ -123,7 +132,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Brings every rank to a plan, with progress, then a report for each rank."""
-        ranks = self._ranks_or_refuse()
+        ranks = await self._ranks_or_refuse()
         # One entry for each rank is enough: newer progress makes older worthless.
         progress: dict[int, stage_worker_pb2.LoadProgress] = {}
         changed = asyncio.Event()
@@ -154,7 +163,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
         Requests are serialized (see `add_to_server`).
         """
-        ranks = self._ranks_or_refuse()
+        ranks = await self._ranks_or_refuse()
         if self._answers is not None:
             raise ConfigError(
                 f"the steps of epoch {self._epoch} come over another stream already; a new epoch "

@@ -177,6 +177,7 @@ def _start_ranks(
         )
         worker.ranks.append(rank)
         tasks.create_task(rank.run())
+    worker.placed.set()
 
 
 async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:

@@ -119,6 +119,19 @@ def ranks_import_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
 
+async def test_a_call_that_overtakes_the_answer_to_the_join_waits_for_it() -> None:
+    """The head calls as soon as all have joined; the last one may not have heard it yet."""
+    async with stage() as running:
+        running.worker.ranks.clear()
+        early = asyncio.create_task(running.form_group(1))
+        await asyncio.sleep(0.2)
+        assert not early.done()
+        running.worker.ranks.append(running.rank)
+        running.worker.placed.set()
+        await early
+        assert (await running.status()).epoch == 1
+
+
 async def until(condition: Callable[[], bool], what: str) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not condition():  # noqa: ASYNC110 - what is waited for is another process
