@@ -56,12 +56,13 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
     try:
         port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
         await launcher.start(config.master_addr, port)
-        stopping = asyncio.ensure_future(stop.wait())
-        ending = asyncio.ensure_future(launcher.first_exit())
-        await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not ending.done():
-            ending.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            stopping = tasks.create_task(stop.wait())
+            ending = tasks.create_task(launcher.first_exit())
+            await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            ending.cancel()  # Without effect where it has ended.
+        if ending.cancelled():
             return 0
         ended = ending.result()
         if ended.dismissed:

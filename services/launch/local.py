@@ -78,13 +78,12 @@ class LocalLauncher:
 
     async def first_exit(self) -> WorkerExit:
         """Waits until one worker ends."""
-        waits = {
-            asyncio.ensure_future(process.wait()): placement
-            for placement, process in self._processes
-        }
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            waits = {
+                tasks.create_task(process.wait()): placement
+                for placement, process in self._processes
+            }
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
             for wait in waits:
                 wait.cancel()
         first = done.pop()
