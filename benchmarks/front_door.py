@@ -28,7 +28,7 @@ from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
 from services.config import ServeConfig
 from services.telemetry import Metrics
-from stagemesh.v1 import step_pb2
+from tests.instant_stages import InstantStages
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
 STREAMS = 32
@@ -37,6 +37,7 @@ STEP_SECONDS = 0.005
 """One token for every stream, then a pause, as stages would make it."""
 LIMIT_MICROSECONDS = 100.0
 MODEL = "tiny"
+MAX_REQUESTS = 1024
 
 
 class CountingEngine:
@@ -63,28 +64,6 @@ class CountingEngine:
             yield ChoiceDelta(0, " word", (index,), (), FinishReason.LENGTH if last else None)
 
 
-class InstantStages:
-    """A pipeline that answers a step after a fixed time, without computing anything."""
-
-    num_stages = 1
-    epoch = 1
-
-    def __init__(self) -> None:
-        self._steps: asyncio.Queue[step_pb2.Step] = asyncio.Queue()
-
-    def send(self, step: step_pb2.Step) -> None:
-        self._steps.put_nowait(step)
-
-    async def next_result(self) -> step_pb2.StepResult:
-        step = await self._steps.get()
-        await asyncio.sleep(STEP_SECONDS)
-        result = step_pb2.StepResult(epoch=1, step_id=step.step_id)
-        for index, row in enumerate(step.rows):
-            if row.num_sampled:
-                result.rows.add(row=index, token_ids=[32 + (step.step_id + index) % 90])
-        return result
-
-
 def main() -> None:
     """Prints microseconds of CPU time for each token, both ways."""
     with tempfile.TemporaryDirectory() as directory:
@@ -104,7 +83,9 @@ def _real_engine(assets: ModelAssets) -> MeshEngine:
         max_num_batched_tokens=512,
         max_steps_in_flight=1,
     )
-    return MeshEngine(InstantStages(), assets.tokenizer.backend, EngineConfig(limits))
+    return MeshEngine(
+        InstantStages(STEP_SECONDS), assets.tokenizer.backend, EngineConfig(limits, MAX_REQUESTS)
+    )
 
 
 async def measure(assets: ModelAssets, make_engine: Callable[[], Any]) -> float:
@@ -118,6 +99,7 @@ async def measure(assets: ModelAssets, make_engine: Callable[[], Any]) -> float:
         max_model_len=4096,
         vocab_size=VOCAB_SIZE,
         metrics=metrics,
+        max_requests=MAX_REQUESTS,
     )
     app = create_rest_app(
         frontend, engine, lambda: {}, metrics, RestConfig(api_keys=(), version="0")

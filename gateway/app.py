@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
@@ -37,7 +38,6 @@ from services.launch.deployment import Deployment, deploy
 from services.launch.launcher import Launcher
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
 from services.rpc.addresses import join_host_port
-from services.rpc.server import RpcServer
 from services.telemetry.logging import setup_logging
 from services.telemetry.metrics import Metrics
 from services.telemetry.step_trace import StepTrace
@@ -47,8 +47,6 @@ log = logging.getLogger("stagemesh.gateway")
 
 INTERRUPT_DRAIN_SECONDS = 1.0
 """After Ctrl-C somebody waits at the terminal."""
-TERMINATE_DRAIN_SECONDS = 20.0
-"""After SIGTERM a supervisor waits; answers in flight may finish."""
 DOOR_GRACE_SECONDS = 1.0
 """For last bytes to reach clients after their requests are over."""
 AHEAD_BY_DEFAULT = ("sim",)
@@ -132,7 +130,7 @@ async def _serve_until_stopped(
     stop = _StopRequest()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, INTERRUPT_DRAIN_SECONDS)
-    loop.add_signal_handler(signal.SIGTERM, stop.ask, TERMINATE_DRAIN_SECONDS)
+    loop.add_signal_handler(signal.SIGTERM, stop.ask, deployment.config.drain_timeout)
     try:
         await Gateway(deployment, assets, trace).run(stop)
     finally:
@@ -171,6 +169,7 @@ class Gateway:
         self._control.tell_of(self._mesh, Path(plan.stage_plan.model_path))
         self._metrics.watch_engine(self._mesh.stats)
         self._metrics.stages.watch_memory(self._mesh.stage_memory)
+        self._metrics.stages.watch_progress(self._stalls)
         self._frontend = Frontend(
             self._mesh,
             assets,
@@ -178,6 +177,7 @@ class Gateway:
             max_model_len=plan.max_model_len,
             vocab_size=plan.facts.vocab_size,
             metrics=self._metrics,
+            max_requests=plan.shape.dp_size * (config.max_num_seqs + config.max_queued_requests),
             seed=config.seed,
             by_priority=SchedulingPolicy(config.scheduling_policy) is SchedulingPolicy.PRIORITY,
         )
@@ -197,7 +197,10 @@ class Gateway:
             policy=SchedulingPolicy(self._config.scheduling_policy),
         )
         return MeshEngine(
-            pipeline, self._assets.tokenizer.backend, EngineConfig(limits), self._metrics
+            pipeline,
+            self._assets.tokenizer.backend,
+            EngineConfig(limits, self._config.max_queued_requests),
+            self._metrics,
         )
 
     def _schedules_ahead(self) -> bool:
@@ -233,7 +236,7 @@ class Gateway:
             await control.start()
             log.info("workers join at %s", join_host_port(config.master_addr, master_port))
             stack.push_async_callback(control.stop, grace_seconds=0.0)
-            await inference_server.start(serving=False)
+            await inference_server.start()
             stack.push_async_callback(inference_server.stop, grace_seconds=DOOR_GRACE_SECONDS)
             if launcher is not None:
                 stack.push_async_callback(launcher.stop)
@@ -241,8 +244,8 @@ class Gateway:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve_rest(rest_server))
                 tasks.create_task(self._run_mesh())
-                tasks.create_task(self._announce(inference_server, rest_port, grpc_port))
-                tasks.create_task(self._stop_on_request(stop, inference_server))
+                tasks.create_task(self._announce(rest_port, grpc_port))
+                tasks.create_task(self._stop_on_request(stop))
                 if launcher is not None:
                     tasks.create_task(self._watch_workers(launcher))
 
@@ -252,6 +255,9 @@ class Gateway:
         # Nobody outside asks for the control port of a mesh that starts all its workers.
         starts_all = self._launcher is not None and self._config.nnodes == 1
         return 0 if starts_all else DEFAULT_MASTER_PORT
+
+    def _stalls(self) -> Iterator[tuple[int, int, float]]:
+        return ((p.dp_rank, p.pp_rank, p.stalled_seconds) for p in self._mesh.progress())
 
     def _why_not_ready(self) -> str | None:
         return self._mesh.not_ready_reason() or None
@@ -282,9 +288,8 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._doors_closed.wait(), 2 * DOOR_GRACE_SECONDS)
 
-    async def _announce(self, inference_server: RpcServer, rest_port: int, grpc_port: int) -> None:
+    async def _announce(self, rest_port: int, grpc_port: int) -> None:
         await self._mesh.ready_event.wait()
-        await inference_server.set_serving(True)
         host = self._config.host
         model = self._frontend.model_names[0]
         chat = self._assets.chat_template is not None
@@ -300,10 +305,9 @@ class Gateway:
         stage = ended.placement.pp_rank
         self._mesh.fail(f"the worker process of stage {stage} {ended.how}; its log lines say why")
 
-    async def _stop_on_request(self, stop: _StopRequest, inference_server: RpcServer) -> None:
+    async def _stop_on_request(self, stop: _StopRequest) -> None:
         await stop.asked.wait()
         log.info("stopping: no new requests, those that run get %.0f s", stop.drain_seconds)
-        await inference_server.set_serving(False)
         async with asyncio.TaskGroup() as tasks:
             hurry = tasks.create_task(self._hurry(stop))
             await self._mesh.drain(stop.drain_seconds)

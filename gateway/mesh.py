@@ -222,4 +222,5 @@ class Mesh:
 
     def view(self) -> MeshView:
         """What `/v1/mesh` shows."""
-        return mesh_view(self._epoch, self._plan, self._control.membership.members)
+        members = self._control.membership.members
+        return mesh_view(self._epoch, self._plan, members, self.progress())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from services.control.membership import Member
+from services.control.progress import StageProgress
 from services.mesh_plan import MeshPlan
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import stage_worker_pb2
@@ -42,6 +43,10 @@ class StageView(TypedDict):
     node: str
     """Host names, separated by commas where the stage spans nodes."""
     state: str
+    last_step_id: int
+    """Last step of the epoch that the stage has answered; 0 before the first."""
+    stalled_seconds: float
+    """For how long it has had work and answered nothing; 0 while it has none."""
     ranks: list[RankView]
 
 
@@ -52,13 +57,17 @@ class MeshView(TypedDict):
     stages: list[StageView]
 
 
-def mesh_view(epoch: int, plan: MeshPlan, members: Sequence[Member]) -> MeshView:
+def mesh_view(
+    epoch: int, plan: MeshPlan, members: Sequence[Member], progress: Sequence[StageProgress]
+) -> MeshView:
     """Every planned stage, joined or not, with what its workers last said of their ranks."""
+    moved = {(stage.dp_rank, stage.pp_rank): stage for stage in progress}
     joined = {_place(member.placement): member for member in members}
     stages: dict[tuple[int, int], StageView] = {}
     for placement in plan.placements:
         member = joined.get(_place(placement))
         state = _state_name(member.status.state) if member else MISSING
+        steps = moved.get((placement.dp_rank, placement.pp_rank))
         stage = stages.setdefault(
             (placement.dp_rank, placement.pp_rank),
             {
@@ -69,6 +78,8 @@ def mesh_view(epoch: int, plan: MeshPlan, members: Sequence[Member]) -> MeshView
                 "tp_size": plan.shape.tp_size,
                 "node": "",
                 "state": state,
+                "last_step_id": steps.done_step_id if steps else 0,
+                "stalled_seconds": round(steps.stalled_seconds, 3) if steps else 0.0,
                 "ranks": [],
             },
         )

@@ -58,6 +58,8 @@ class ServeConfig:
     """Most sequences at a time, over all batches in flight."""
     max_num_batched_tokens: int = 512
     """Most query tokens in one step."""
+    max_queued_requests: int = 1024
+    """Sequences that may wait for a slot, in each replica; more are refused with 429."""
     scheduling_policy: str = "fcfs"
     """"fcfs" or "priority": who is served first, and preempted last."""
     async_scheduling: bool | None = None
@@ -86,6 +88,8 @@ class ServeConfig:
     prefill_context_parallel_size: int = 1
     additional_config: AdditionalConfig = NO_ADDITIONAL_CONFIG
     kv_transfer_config: KvTransferConfig | None = None
+    drain_timeout: float = 20.0
+    """Seconds that running requests get after SIGTERM."""
     interconnect: str = "auto"
     """What joins the devices of different nodes, as the user says: "auto", "hccs" or "roce"."""
 

@@ -38,7 +38,6 @@ from services.errors import (
     StagemeshError,
 )
 
-DEFAULT_MAX_WAITING = 1024
 MIN_RETRY_AFTER_SECONDS = 1.0
 MAX_RETRY_AFTER_SECONDS = 60.0
 DURATION_WEIGHT = 0.1
@@ -57,7 +56,7 @@ class EngineConfig:
     """What the engine needs to know besides its pipeline and tokenizer."""
 
     limits: SchedulerLimits
-    max_waiting: int = DEFAULT_MAX_WAITING
+    max_waiting: int
     """Sequences that may wait for a slot; more are refused with `Saturated`."""
 
 
@@ -274,6 +273,8 @@ class MeshEngine:
             )
         if not request.prompt_token_ids or request.n < 1 or request.stop.max_tokens < 1:
             raise InvalidRequest("a request needs a prompt, one choice and one token at least")
+        if request.deadline is not None and request.deadline <= self._now():
+            raise DeadlineExceeded("the request's deadline passed before it was queued")
         self._scheduler.check(len(request.prompt_token_ids), request.stop.max_tokens)
         self._refuse_when_full(request.n)
         stream = RequestStream(request, self._make_choices(request), self._now)
@@ -316,7 +317,7 @@ class MeshEngine:
         seconds = rounds * self._mean_duration_seconds
         raise Saturated(
             f"{waiting} sequences wait already and {num_new} more are over the limit of "
-            f"{self._config.max_waiting}: try again later",
+            f"{self._config.max_waiting} (--max-queued-requests): try again later",
             retry_after_seconds=min(max(seconds, MIN_RETRY_AFTER_SECONDS), MAX_RETRY_AFTER_SECONDS),
         )
 

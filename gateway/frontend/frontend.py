@@ -46,7 +46,7 @@ from gateway.frontend.prompts import (
 )
 from gateway.frontend.tokenizer import Tokenizer
 from services.config import ServeConfig
-from services.errors import InvalidRequest, ModelNotFound, Saturated
+from services.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Saturated
 from services.models.resolve import resolve_tokenizer
 from services.telemetry import Metrics
 
@@ -89,12 +89,13 @@ class Frontend:
         max_model_len: int,
         vocab_size: int,
         metrics: Metrics,
+        max_requests: int,
         seed: int | None = None,
         by_priority: bool = False,
     ) -> None:
-        """`vocab_size` is the model's (rows of its embedding). `seed` makes the seeds
-        that are drawn for requests without one repeatable. `by_priority` says that the engine
-        heeds priorities."""
+        """`vocab_size` is the model's (rows of its embedding). `max_requests` is how many may
+        run and wait at a time, over both doors. `seed` makes the seeds that are drawn for
+        requests without one repeatable. `by_priority` says that the engine heeds priorities."""
         self.engine = engine
         self.tokenizer = assets.tokenizer
         self.chat_template = assets.chat_template
@@ -103,6 +104,7 @@ class Frontend:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.metrics = metrics
+        self.max_requests = max_requests
         self.created = int(time.time())
         """When serving began, seconds since 1970."""
         self._by_priority = by_priority
@@ -110,6 +112,11 @@ class Frontend:
         self._running = 0
         self._tokenizing = 0
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    @property
+    def num_requests(self) -> int:
+        """Generations that run, wait, or are being read."""
+        return self._running
 
     def close(self) -> None:
         """Ends the tokenizer's thread. No call may follow."""
@@ -200,7 +207,10 @@ class Frontend:
         """A request that the engine can take: everything checked, every default filled in.
 
         `deadline` is on the event loop's clock; absent means `MAX_REQUEST_SECONDS` from now.
+        Waiting for the tokenizer counts: raises `DeadlineExceeded` where it is over by then.
         """
+        latest = asyncio.get_running_loop().time() + limits.MAX_REQUEST_SECONDS
+        deadline = latest if deadline is None else min(deadline, latest)
         names = names or FieldNames()
         n = check_n(asked.n)
         priority = check_priority(asked.priority, by_priority=self._by_priority)
@@ -214,7 +224,13 @@ class Frontend:
             logprobs_field=names.logprobs,
         )
         self._refuse_surely_too_long(prompt, names.prompt)
-        token_ids = await self.tokenize(prompt, names)
+        try:
+            async with asyncio.timeout_at(deadline):
+                token_ids = await self.tokenize(prompt, names)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the request's deadline passed before its prompt was tokenized"
+            ) from None
         stop = resolve_stop(
             asked.stop,
             self.defaults.eos_token_ids,
@@ -224,14 +240,13 @@ class Frontend:
             max_tokens_field=names.max_tokens,
             prompt_field=names.prompt,
         )
-        latest = asyncio.get_running_loop().time() + limits.MAX_REQUEST_SECONDS
         return GenerationRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
             stop=stop,
             n=n,
-            deadline=latest if deadline is None else min(deadline, latest),
+            deadline=deadline,
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -239,9 +254,9 @@ class Frontend:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """The engine's deltas, counted. Close the iterator to abort the request.
 
-        Raises `Saturated` above `MAX_CONCURRENT_REQUESTS`, and what the engine raises.
+        Raises `Saturated` above `max_requests`, and what the engine raises.
         """
-        if self._running >= limits.MAX_CONCURRENT_REQUESTS:
+        if self._running >= self.max_requests:
             raise Saturated(
                 f"{self._running} requests are running or queued, which is the limit; "
                 "try again later",

@@ -17,11 +17,9 @@ MAX_BODY_BYTES = INFERENCE_MAX_REQUEST_BYTES
 BODY_TIMEOUT_SECONDS = 30.0
 """A body that has not arrived by then is given up, so that slow senders hold nothing."""
 
-MAX_CONCURRENT_REQUESTS = 1024
-"""Generations at a time over both doors, queued ones included; the next one is 429."""
-
-MAX_CONCURRENT_RPCS = 2048
-"""gRPC calls at a time, health and tokenizing included; the next one is refused unread."""
+SPARE_RPCS = 1024
+"""gRPC calls at a time beyond the generations that may run and wait: health, tokenizing. The
+next call is refused unread."""
 
 MAX_PENDING_TOKENIZATIONS = 64
 """Long texts that wait for the tokenizer's thread; each may be a whole body."""
@@ -40,7 +38,7 @@ MAX_DETOKENIZE_IDS = 1024 * 1024
 """Ids of one /detokenize or Detokenize call."""
 
 MAX_REQUEST_SECONDS = 3600.0
-"""Deadline of a request whose client sets none."""
+"""Deadline of a request whose client sets none, and the longest that one may ask for."""
 
 MAX_REQUEST_ID_CHARS = 128
 """Of x-request-id and of gRPC's request_id; printable ASCII."""

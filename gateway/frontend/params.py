@@ -78,6 +78,14 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
             )
 
 
+def check_timeout(seconds: float | None) -> float:
+    """How long a request may take, queue included; raises for what is no such time."""
+    if seconds is None:
+        return limits.MAX_REQUEST_SECONDS
+    _in_range("timeout", seconds, above=0.0, high=limits.MAX_REQUEST_SECONDS)
+    return seconds
+
+
 def check_count(name: str, count: int, most: int) -> None:
     """Raises where a list of the request is too long."""
     if count > most:

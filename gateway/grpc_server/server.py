@@ -13,16 +13,22 @@ from services.rpc.settings import INFERENCE_SERVER_LIMITS
 from stagemesh.v1 import inference_pb2_grpc
 
 
-def create_inference_server(frontend: Frontend, *, api_keys: Sequence[str] = ()) -> RpcServer:
+def create_inference_server(
+    frontend: Frontend,
+    *,
+    api_keys: Sequence[str] = (),
+) -> RpcServer:
     """The server, not bound and not started yet; see `services.rpc`.
 
-    Without keys everyone is let in. Made inside a running event loop.
+    Its health is the engine's readiness. Without keys everyone is let in. Made inside a running
+    event loop.
     """
     server = RpcServer(
         [SERVICE_NAME],
         limits=INFERENCE_SERVER_LIMITS,
         interceptors=[ApiKeyInterceptor(api_keys, SERVICE_NAME)],
-        max_concurrent_rpcs=limits.MAX_CONCURRENT_RPCS,
+        max_concurrent_rpcs=frontend.max_requests + limits.SPARE_RPCS,
+        is_serving=lambda: frontend.engine.ready,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         InferenceService(frontend), server.grpc_server

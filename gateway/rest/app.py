@@ -15,10 +15,11 @@ from starlette.responses import Response
 from gateway.engine.types import Engine
 from gateway.frontend import limits
 from gateway.frontend.frontend import Frontend, new_request_id
+from gateway.frontend.params import check_timeout
 from gateway.frontend.prompts import ChatPrompt, FieldNames, Prompt, TextPrompt, TokenPrompt
 from gateway.rest import requests
 from gateway.rest.answers import ChatAnswer, CompletionAnswer
-from gateway.rest.edge import RECORD_KEY, Edge
+from gateway.rest.edge import RECORD_KEY, Edge, RequestRecord
 from gateway.rest.errors import on_http_error, on_stagemesh_error, on_validation_error
 from gateway.rest.generate import respond
 from gateway.rest.openapi import describe_answers
@@ -100,10 +101,14 @@ def _add_openai_routes(app: FastAPI, frontend: Frontend) -> None:
         model = frontend.resolve_model(body.model)
         asked = requests.chat_input(body)
         prompt = ChatPrompt(requests.chat_messages(body.messages))
-        client_id = request.scope[RECORD_KEY].client_request_id
-        answer_id = new_request_id("chatcmpl", client_id)
+        record: RequestRecord = request.scope[RECORD_KEY]
+        answer_id = new_request_id("chatcmpl", record.client_request_id)
         prepared = await frontend.prepare(
-            prompt, asked, request_id=answer_id, names=requests.chat_field_names(body)
+            prompt,
+            asked,
+            request_id=answer_id,
+            names=requests.chat_field_names(body),
+            deadline=record.arrived_at + check_timeout(body.timeout),
         )
         answer = ChatAnswer(
             answer_id,
@@ -121,14 +126,16 @@ def _add_openai_routes(app: FastAPI, frontend: Frontend) -> None:
         model = frontend.resolve_model(body.model)
         asked = requests.completion_input(body)
         prompts = requests.completion_prompts(body.prompt, asked.n)
-        client_id = request.scope[RECORD_KEY].client_request_id
-        answer_id = new_request_id("cmpl", client_id)
+        record: RequestRecord = request.scope[RECORD_KEY]
+        answer_id = new_request_id("cmpl", record.client_request_id)
+        deadline = record.arrived_at + check_timeout(body.timeout)
         prepared = [
             await frontend.prepare(
                 prompt,
                 asked if index == 0 else requests.with_next_seed(asked, index),
                 request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{index}",
                 names=FieldNames(prompt="prompt" if len(prompts) == 1 else f"prompt[{index}]"),
+                deadline=deadline,
             )
             for index, prompt in enumerate(prompts)
         ]

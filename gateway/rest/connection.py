@@ -12,13 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.errors import RequestAborted, failure_of
+from services.rpc import settings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SLOW_READER_SECONDS = 60.0
-"""How long past its deadline a stream waits for a client that does not read."""
 
 
 class _ClientGone(Exception):
@@ -90,7 +88,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        latest = None if self._deadline is None else self._deadline + SLOW_READER_SECONDS
+        # Who reads nothing is cut off by the system sooner; this is for who reads in drops.
+        latest = None if self._deadline is None else self._deadline + settings.SLOW_READER_SECONDS
         async with contextlib.aclosing(self._events):
             try:
                 async with asyncio.timeout_at(latest):

@@ -46,6 +46,8 @@ class RequestRecord:
 
     request_id: str
     client_request_id: str | None
+    arrived_at: float
+    """On the event loop's clock, when its head had been read."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -150,7 +152,8 @@ def _record_of(headers: Headers) -> RequestRecord:
     except InvalidRequest:
         # A proxy's odd id must not cost its client the answer; it gets one of ours.
         client_id = None
-    return RequestRecord(client_id or new_request_id("req"), client_id)
+    now = asyncio.get_running_loop().time()
+    return RequestRecord(client_id or new_request_id("req"), client_id, now)
 
 
 async def read_body(headers: Headers, receive: Receive) -> bytes:

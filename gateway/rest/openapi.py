@@ -72,6 +72,8 @@ ANSWERS: dict[str, Schema] = {
                 tp_size=COUNT,
                 node=TEXT,
                 state=TEXT,
+                last_step_id=COUNT,
+                stalled_seconds={"type": "number", "minimum": 0},
                 ranks=_list(_RANK),
             )
         ),

@@ -261,6 +261,9 @@ class SamplingBody(Body):
     cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="Only requests with the same salt share cached prefixes."
     )
+    timeout: float | None = Field(
+        None, description="Seconds until the answer must be complete, queue included; else 504."
+    )
     stream: bool | None = Field(None, description="Server-sent events instead of one answer.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     user: str | None = Field(None, description="Accepted, without effect.")

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.errors import ConfigError
+from services.rpc import settings
 from services.rpc.addresses import host_flag, join_host_port, resolve
 from services.rpc.server import check_address
 
@@ -67,6 +68,13 @@ class RestServer:
             # Only skips the wait after an earlier server's end; two servers still clash,
             # because listening follows at once.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it. Whoever takes nothing of what is sent for so long is cut
+            # off by the system, which also covers answers that were written whole.
+            listener.setsockopt(
+                socket.IPPROTO_TCP,
+                socket.TCP_USER_TIMEOUT,
+                int(settings.SLOW_READER_SECONDS * 1000),
+            )
             listener.bind(address)
             listener.listen(LISTEN_BACKLOG)
         except OSError as error:

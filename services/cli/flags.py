@@ -201,6 +201,12 @@ SERVE_GROUPS = (
                 metavar="NAME",
                 arity=Arity.MANY,
             ),
+            Flag(
+                ("--drain-timeout",),
+                values.seconds,
+                "how long running requests may go on after SIGTERM (docs/operations.md)",
+                metavar="SECONDS",
+            ),
         ),
     ),
     FlagGroup(
@@ -257,6 +263,11 @@ SERVE_GROUPS = (
                 "most sequences at a time, over all batches in flight",
             ),
             Flag(("--max-num-batched-tokens",), values.token_count, "most tokens in one step"),
+            Flag(
+                ("--max-queued-requests",),
+                values.natural_integer,
+                "sequences that may wait for a slot, in each replica; more are refused with 429",
+            ),
             Flag(
                 ("--scheduling-policy",),
                 values.one_of("fcfs", "priority"),

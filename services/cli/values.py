@@ -102,6 +102,15 @@ def seed(raw: Raw) -> int:
     return value
 
 
+def seconds(raw: Raw) -> float:
+    """A finite duration of 0 or more, in seconds."""
+    rule = "must be a number of seconds, 0 or more"
+    value = _as_number(raw, rule)
+    if value < 0:
+        raise ValueError(rule)
+    return value
+
+
 def positive_seconds(raw: Raw) -> float:
     """A finite duration above 0, in seconds."""
     rule = "must be a number of seconds above 0"

@@ -33,6 +33,11 @@ class StageProgress:
         """Whether it has answered all that it was given."""
         return self.done_step_id >= self.sent_step_id
 
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long it has had work and answered nothing; 0 while it has none."""
+        return 0.0 if self.is_idle else self.silent_seconds
+
 
 class ProgressTable:
     """Who has answered what in one replica. No clock of its own: callers pass the time."""

@@ -32,6 +32,7 @@ from services.errors import (
     all_errors,
     failure_of,
 )
+from services.rpc import settings
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +135,20 @@ def _unpack(
 
 
 async def abort(context: grpc.aio.ServicerContext, error: StagemeshError) -> None:
-    """Ends the call with the error; raises gRPC's own `AbortError`."""
-    await context.abort(
-        grpc.StatusCode[error.grpc_code],
-        error.message,
-        ((STATUS_DETAILS_KEY, rpc_status(error).SerializeToString()),),
-    )
+    """Ends the call with the error; raises gRPC's own `AbortError`.
+
+    To a caller that does not read, the error comes behind what it has not read, and this waits
+    for it as long as the caller stays.
+    """
+    try:
+        await context.abort(
+            grpc.StatusCode[error.grpc_code],
+            error.message,
+            ((STATUS_DETAILS_KEY, rpc_status(error).SerializeToString()),),
+        )
+    except grpc.aio.InternalError:
+        # It has left meanwhile, which ends a call as if it had been cancelled.
+        raise asyncio.CancelledError from None
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -206,6 +215,18 @@ def _parsed(raw: bytes, parse: Callable[[bytes], Any], method: str) -> Any:
         ) from None
 
 
+async def _write(context: grpc.aio.ServicerContext, response: Any) -> None:
+    """Waits for the caller to make room, up to a deadline: what the handler holds for it is
+    others' to use."""
+    try:
+        async with asyncio.timeout(settings.SLOW_READER_SECONDS):
+            await context.write(response)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the caller has not read its stream for {settings.SLOW_READER_SECONDS:g} s"
+        ) from None
+
+
 def _guard(
     handler: Callable[..., Any], method: str, parse: Callable[[bytes], Any] | None = None
 ) -> Callable[..., Awaitable[Any]]:
@@ -218,7 +239,7 @@ def _guard(
             return await handler(request, context)
         async with contextlib.aclosing(handler(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                await _write(context, response)
         return None
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:

@@ -3,25 +3,23 @@ typed errors, health and reflection."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.errors import ConfigError
 from services.ranges import MAX_PORT
 from services.rpc.addresses import host_flag, join_host_port, resolve
 from services.rpc.errors import ErrorInterceptor
+from services.rpc.health import Health
 from services.rpc.settings import (
     MessageLimits,
     ServerTls,
     server_credentials,
     server_options,
 )
-
-OVERALL_HEALTH = ""
-"""Health's name for the server as a whole."""
 
 
 def check_address(host: str, port: int, flag: str) -> None:
@@ -71,17 +69,19 @@ class RpcServer:
         limits: MessageLimits | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         max_concurrent_rpcs: int | None = None,
+        is_serving: Callable[[], bool] = lambda: True,
     ) -> None:
         """`service_names` are full names ("stagemesh.v1.ControlService"), for health and
         reflection. Interceptors run inside the error edge: they may raise the error tree's
-        classes. Calls above `max_concurrent_rpcs` are refused with RESOURCE_EXHAUSTED."""
+        classes. Calls above `max_concurrent_rpcs` are refused with RESOURCE_EXHAUSTED.
+        `is_serving` is what health says while the server runs."""
         self.service_names = tuple(service_names)
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
             interceptors=[ErrorInterceptor(), *interceptors],
             options=server_options(limits or MessageLimits()),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
-        self._health = health.aio.HealthServicer()
+        self._health = Health(self.service_names, is_serving)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         reflection.enable_server_reflection(
             (*self.service_names, health.SERVICE_NAME, reflection.SERVICE_NAME),
@@ -94,20 +94,9 @@ class RpcServer:
         """See `bind` of this module."""
         return bind(self.grpc_server, host, port, tls=tls, flag=flag)
 
-    async def start(self, *, serving: bool = True) -> None:
-        """Starts to answer; health says SERVING, or NOT_SERVING until `set_serving`."""
-        await self.set_serving(serving)
+    async def start(self) -> None:
+        """Starts to answer."""
         await self.grpc_server.start()
-
-    async def set_serving(self, serving: bool) -> None:
-        """What health says of the server and each of its services."""
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in (OVERALL_HEALTH, *self.service_names):
-            await self._health.set(name, status)
 
     async def stop(self, *, grace_seconds: float) -> None:
         """Refuses new calls at once, lets running ones go on for the grace, then cancels them."""

@@ -34,6 +34,8 @@ MIN_PING_INTERVAL_SECONDS = 5.0
 INITIAL_RECONNECT_SECONDS = 0.1
 MAX_RECONNECT_SECONDS = 1.0
 """A restarted peer is found again within this time (gRPC's own default is 120 s)."""
+SLOW_READER_SECONDS = 60.0
+"""A client that takes nothing of its answer for so long is cut off, on REST and gRPC alike."""
 CONNECT_TIMEOUT_SECONDS = 3.0
 """For one attempt to connect; a machine that starts many processes at once takes a second.
 An attempt that is refused does not wait for it."""

@@ -28,6 +28,8 @@ NANOSECONDS = 1e-9
 
 StageMemory = tuple[int, int, int]
 """(replica, stage, peak bytes of the stage's largest rank)."""
+StageStall = tuple[int, int, float]
+"""(replica, stage, seconds for which it has had work and answered nothing)."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class _StageSeries:
 
 
 class StageMetrics:
-    """Clocks, latency, bubble and memory of all stages."""
+    """Clocks, latency, bubble, memory and progress of all stages."""
 
     def __init__(
         self, registry: CollectorRegistry, now: Callable[[], float] = time.monotonic
@@ -84,6 +86,7 @@ class StageMetrics:
         self._now = now
         self._stages: dict[tuple[int, int], _StageSeries] = {}
         self._memory: Callable[[], Iterable[StageMemory]] = tuple
+        self._stalls: Callable[[], Iterable[StageStall]] = tuple
         self._seconds = Counter(
             "stagemesh_stage_seconds",
             "A stage's time by phase; the phases add up to wall time.",
@@ -128,6 +131,10 @@ class StageMetrics:
         """Reads the stages' memory at each scrape."""
         self._memory = memory
 
+    def watch_progress(self, stalls: Callable[[], Iterable[StageStall]]) -> None:
+        """Reads how long the stages have answered nothing at each scrape."""
+        self._stalls = stalls
+
     def gauges(self) -> Iterator[Metric]:
         """What is computed at a scrape."""
         bubble = GaugeMetricFamily(
@@ -145,7 +152,14 @@ class StageMetrics:
         )
         for replica, stage, peak_bytes in self._memory():
             peak.add_metric((str(replica), str(stage)), peak_bytes)
-        yield from (bubble, peak)
+        stall = GaugeMetricFamily(
+            "stagemesh_progress_stalled_seconds",
+            "For how long a stage has had work and answered no step; 0 while it has none.",
+            labels=STAGE_LABELS,
+        )
+        for replica, stage, seconds in self._stalls():
+            stall.add_metric((str(replica), str(stage)), seconds)
+        yield from (bubble, peak, stall)
 
 
 class _StageCollector(Collector):

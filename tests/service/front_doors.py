@@ -28,6 +28,7 @@ MAX_MODEL_LEN = 128
 VOCAB_SIZE = 600
 """Of the model; the tokenizer's is a little smaller."""
 MESH = {"epoch": 1, "stages": [{"pp_rank": 0, "layer_start": 0, "layer_end": 2}]}
+MAX_REQUESTS = 1024
 REPLY = "The capital of France is Paris, a café on the Seine."
 EOS = "<|im_end|>"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", EOS]
@@ -170,6 +171,7 @@ def make_gateway(directory: Path) -> FakeGateway:
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
         metrics=metrics,
+        max_requests=MAX_REQUESTS,
         seed=1,
         by_priority=True,
     )

@@ -238,8 +238,8 @@ async def test_the_last_chunk_names_the_stop(rest: Rest) -> None:
             assert all("stop_reason" not in event for event in events[:-1])
 
 
-async def test_too_many_requests_are_429(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_CONCURRENT_REQUESTS", 2)
+async def test_too_many_requests_are_429(rest: Rest) -> None:
+    rest.gateway.frontend.max_requests = 2
     rest.gateway.engine.delay_seconds = 0.05
     responses = await asyncio.gather(*(rest.http.post(CHAT, json=BODY) for _ in range(4)))
     assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]

@@ -24,7 +24,7 @@ from services.errors import (
     UsageError,
     all_errors,
 )
-from services.rpc import MessageLimits, RpcServer, create_channel, error_from_rpc
+from services.rpc import MessageLimits, RpcServer, create_channel, error_from_rpc, settings
 from stagemesh.v1 import control_pb2, inference_pb2, inference_pb2_grpc
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -36,6 +36,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.to_raise: Exception | None = None
+        self.serving = True
         self.closed = asyncio.Event()
 
     async def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
@@ -66,7 +67,11 @@ class Running:
 @pytest.fixture
 async def running() -> AsyncIterator[Running]:
     servicer = Scripted()
-    server = RpcServer([SERVICE], limits=MessageLimits(receive_bytes=100_000))
+    server = RpcServer(
+        [SERVICE],
+        limits=MessageLimits(receive_bytes=100_000),
+        is_serving=lambda: servicer.serving,
+    )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     port = server.bind("127.0.0.1", 0)
     await server.start()
@@ -194,15 +199,44 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
     await channel.close()
 
 
-async def test_health_follows_set_serving(running: Running) -> None:
+def health_status(serving: bool) -> int:
+    name = "SERVING" if serving else "NOT_SERVING"
+    return health_pb2.HealthCheckResponse.ServingStatus.Value(name)
+
+
+async def test_health_says_what_is_so_at_that_moment(running: Running) -> None:
     stub = health_pb2_grpc.HealthStub(running.channel)
+    for name in ("", SERVICE):
+        for serving in (True, False, True):
+            running.servicer.serving = serving
+            request = health_pb2.HealthCheckRequest(service=name)
+            answer = await stub.Check(request, timeout=TIMEOUT_SECONDS)
+            assert answer.status == health_status(serving)
+
+
+async def test_whoever_watches_health_hears_of_changes(running: Running) -> None:
+    watch = health_pb2_grpc.HealthStub(running.channel).Watch(
+        health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_SECONDS
+    )
     for serving in (True, False, True):
-        await running.server.set_serving(serving)
-        answer = await stub.Check(
-            health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_SECONDS
-        )
-        expected = "SERVING" if serving else "NOT_SERVING"
-        assert answer.status == health_pb2.HealthCheckResponse.ServingStatus.Value(expected)
+        running.servicer.serving = serving
+        assert (await watch.read()).status == health_status(serving)
+    watch.cancel()
+
+
+async def test_a_caller_that_does_not_read_is_given_up(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its handler holds is freed; the connection and other calls on it go on."""
+    monkeypatch.setattr(settings, "SLOW_READER_SECONDS", 0.3)
+    call = running.stub.Generate(inference_pb2.GenerateRequest(), timeout=30)
+    assert (await call.read()).text == "first"
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        await running.servicer.closed.wait()
+        await running.stub.Tokenize(inference_pb2.TokenizeRequest(text="abc"))
+    with pytest.raises(grpc.aio.AioRpcError, match="has not read its stream"):
+        while await call.read():
+            pass
 
 
 async def test_reflection_lists_the_service(running: Running) -> None:

@@ -32,10 +32,17 @@ from gateway.frontend.prompts import (
     TokenPrompt,
 )
 from gateway.frontend.tokenizer import Tokenizer
-from services.errors import ContextTooLong, InvalidRequest, ModelNotFound, Saturated
+from services.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Saturated,
+)
 from services.telemetry import Metrics
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3}
+MAX_REQUESTS = 1024
 
 
 class OneTokenEngine:
@@ -75,6 +82,7 @@ def make(
         max_model_len=8,
         vocab_size=vocab_size,
         metrics=Metrics(),
+        max_requests=MAX_REQUESTS,
         seed=seed,
     )
 
@@ -137,10 +145,22 @@ async def test_every_request_has_a_deadline(frontend: Frontend) -> None:
     assert far.deadline is not None and far.deadline < now + 1e6
 
 
-async def test_closing_reaches_the_engine_and_frees_the_place(
-    frontend: Frontend, engine: OneTokenEngine, monkeypatch: pytest.MonkeyPatch
+async def test_waiting_for_the_tokenizer_counts_against_the_deadline(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_CONCURRENT_REQUESTS", 1)
+    monkeypatch.setattr(limits, "INLINE_TEXT_CHARS", 1)
+    busy = asyncio.ensure_future(frontend.tokenize(TextPrompt("one " * 200_000)))
+    await asyncio.sleep(0)
+    soon = asyncio.get_running_loop().time() + 0.001
+    with pytest.raises(DeadlineExceeded, match="tokenized"):
+        await prepare(frontend, TextPrompt("one two"), deadline=soon)
+    await busy
+
+
+async def test_closing_reaches_the_engine_and_frees_the_place(
+    frontend: Frontend, engine: OneTokenEngine
+) -> None:
+    frontend.max_requests = 1
     request = await prepare(frontend, TextPrompt("one"))
     running = frontend.generate(request)
     await anext(running)

@@ -60,9 +60,7 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
         (
             "Inside the gateway",
             {
-                "DEFAULT_MAX_WAITING",
                 "MERGE_QUEUE_SIZE",
-                "SLOW_READER_SECONDS",
                 "DRAIN_BYTES",
                 "MAX_TRACE_BYTES",
                 "MOST_CACHED_BLOCKS",

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.observer import MeasuringObserver
+from services.control.progress import ProgressTable
 from services.errors import ConfigError
 from services.telemetry import step_trace
 from services.telemetry.metrics import Metrics
@@ -41,6 +42,21 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
             labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}"] = sample.value
     return found
+
+
+def test_a_stage_that_does_not_move_is_seen() -> None:
+    registry = CollectorRegistry()
+    metrics = StageMetrics(registry)
+    table = ProgressTable(0, (0, 1))
+    metrics.watch_progress(
+        lambda: ((p.dp_rank, p.pp_rank, p.stalled_seconds) for p in table.stages(20.0))
+    )
+    table.given(1, 10.0)
+    table.answered(0, 1, 11.0)
+    found = samples(registry)
+    name = "stagemesh_progress_stalled_seconds"
+    assert found[f"{name}{{replica=0,stage=0}}"] == 0.0
+    assert found[f"{name}{{replica=0,stage=1}}"] == 10.0
 
 
 def test_a_clock_becomes_seconds_by_phase_of_its_replica() -> None:
