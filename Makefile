@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 
 PROJECT_FILES := pyproject.toml setup.py stagemesh/pyproject.toml stagemesh/setup.py stagemesh/version.py
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt
-SERVE_EXTRAS := gateway,worker,convert
+SERVE_EXTRAS := gateway,worker,convert,certs
 SERVE_STAMP := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 

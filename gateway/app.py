@@ -148,6 +148,7 @@ class Gateway:
         self._config = config
         self._plan = plan
         self._launcher = deployment.launcher
+        self._tls = deployment.tls
         self._assets = assets
         self._metrics = Metrics()
         self._control = ControlService(
@@ -157,7 +158,8 @@ class Gateway:
                 plan.fingerprint,
                 plan.device,
                 nodes_planned=deployment.launcher is not None,
-            )
+            ),
+            tls=deployment.tls,
         )
         self._mesh = Mesh(
             plan,
@@ -229,9 +231,14 @@ class Gateway:
             stack.push_async_callback(self._mesh.close)
             stack.callback(rest_server.close)
             rest_port = rest_server.bind(config.host, config.port)
-            grpc_port = inference_server.bind(config.host, config.grpc_port, flag="--grpc-port")
+            grpc_port = inference_server.bind(
+                config.host, config.grpc_port, tls=self._tls, flag="--grpc-port"
+            )
             master_port = control.bind(
-                config.master_addr, self._wanted_master_port(), flag="--master-port"
+                config.master_addr,
+                self._wanted_master_port(),
+                tls=self._tls,
+                flag="--master-port",
             )
             await control.start()
             log.info("workers join at %s", join_host_port(config.master_addr, master_port))

@@ -145,6 +145,7 @@ class Mesh:
                 partial(self._observer.on_stage_step, dp_rank),
                 partial(self._observer.on_step, dp_rank),
                 self._is_doing,
+                self._control.connect,
             )
             for dp_rank in range(self._plan.shape.dp_size)
         ]

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+import grpc
+
 from gateway.engine.engine import MeshEngine
 from gateway.observer import StageObserver, StepObserver
 from gateway.pipeline.bring_up import LoadedMesh, Stage, form_groups, load
@@ -14,7 +16,6 @@ from gateway.pipeline.stage_client import StageClient
 from services.control.membership import Member
 from services.errors import StageFailed
 from services.mesh_plan import MeshPlan
-from services.rpc.channel import create_channel
 from stagemesh.v1 import stage_worker_pb2
 
 log = logging.getLogger("stagemesh.gateway")
@@ -33,8 +34,10 @@ class Replica:
         on_stage_step: StageObserver,
         on_step: StepObserver,
         on_doing: Callable[[str], None],
+        connect: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        """`on_doing` hears in words what the replica waits for, for `/ready`."""
+        """`connect` opens a channel to a worker's address; `on_doing` hears in words what the
+        replica waits for, for `/ready`."""
         self._plan = plan
         self._members = tuple(members)
         self._make_engine = make_engine
@@ -42,9 +45,7 @@ class Replica:
         self._on_step = on_step
         self._on_doing = on_doing
         self._stages = [
-            Stage(
-                StageClient(create_channel(m.address), m.address, m.placement.pp_rank), m.placement
-            )
+            Stage(StageClient(connect(m.address), m.address, m.placement.pp_rank), m.placement)
             for m in members
         ]
         self._percent: dict[tuple[int, int], int] = {}

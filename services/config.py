@@ -17,6 +17,7 @@ DEFAULT_PORT = 8000
 DEFAULT_GRPC_PORT = 8001
 DEFAULT_MASTER_PORT = 29550
 API_KEY_VARIABLE = "STAGEMESH_API_KEY"
+TLS_DIR_VARIABLE = "STAGEMESH_TLS_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,10 @@ class ServeConfig:
     """Runs this node's stage workers only; needed on every node but the head."""
     cpu_devices: int | None = None
     """Devices of a node without an accelerator; None counts its cores."""
+    tls_dir: str | None = None
+    """Directory with the CA's certificate and those of the roles on this node; None: no TLS."""
+    require_tls: bool = False
+    """Refuses ports without TLS."""
     insecure: bool = False
     """Allows a public --master-addr without TLS."""
     join_timeout_seconds: float = 300.0
@@ -100,6 +105,10 @@ class StageWorkerConfig:
 
     master_addr: str = DEFAULT_HOST
     master_port: int = DEFAULT_MASTER_PORT
+    tls_dir: str | None = None
+    """Directory with the CA's certificate and this worker's; None: no TLS."""
+    require_tls: bool = False
+    """Refuses a mesh without TLS."""
     insecure: bool = False
     """Allows a public --master-addr without TLS."""
     host: str = DEFAULT_HOST

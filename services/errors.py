@@ -6,6 +6,7 @@
     │   └── BodyTooLarge          RESOURCE_EXHAUSTED  413  invalid_request_error
     ├── ModelNotFound             NOT_FOUND           404  not_found_error
     ├── NotAuthenticated          UNAUTHENTICATED     401  authentication_error
+    ├── NotPermitted              PERMISSION_DENIED   403  permission_error
     ├── Saturated                 RESOURCE_EXHAUSTED  429  rate_limit_error     (retryable)
     ├── PipelineUnavailable       UNAVAILABLE         503  service_unavailable  (retryable)
     │   └── StageFailed           UNAVAILABLE         503  service_unavailable  (retryable)
@@ -91,12 +92,21 @@ class ModelNotFound(StagemeshError):
 
 
 class NotAuthenticated(StagemeshError):
-    """The API key is missing or wrong."""
+    """The API key or the role in a certificate is missing or wrong."""
 
     grpc_code = "UNAUTHENTICATED"
     http_status = 401
     openai_type = "authentication_error"
     reason = "NOT_AUTHENTICATED"
+
+
+class NotPermitted(StagemeshError):
+    """The caller is known, and its role may not do this."""
+
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+    openai_type = "permission_error"
+    reason = "NOT_PERMITTED"
 
 
 class Saturated(StagemeshError):

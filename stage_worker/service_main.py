@@ -18,12 +18,15 @@ import uvloop
 
 from services.config import StageWorkerConfig
 from services.control.client import ControlClient
-from services.errors import PartitionError, StagemeshError, UsageError, failure_of
+from services.errors import ConfigError, PartitionError, StagemeshError, UsageError, failure_of
 from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
 from services.rpc.addresses import check_dialable, check_master_address, join_host_port
+from services.rpc.certificate import own_identity
 from services.rpc.channel import create_channel
+from services.rpc.roles import Role
 from services.rpc.server import RpcServer
+from services.rpc.tls import tls_files
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV
@@ -55,6 +58,10 @@ def run(config: StageWorkerConfig) -> int:
     setup_logging(process=f"stage-{stage}")
     _check_addresses(config)
     fingerprint = _fingerprint(config)
+    try:
+        own_identity(config.tls_dir, Role.STAGE_WORKER, (config.host,))
+    except ConfigError as error:
+        raise UsageError(error.message, param=error.param) from None
     code = 0
     try:
         uvloop.run(_serve(config, fingerprint))
@@ -75,7 +82,8 @@ def _check_addresses(config: StageWorkerConfig) -> None:
     if config.lifeline_fd is not None:
         return
     check_dialable(config.host, flag="--host")
-    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    has_tls = config.tls_dir is not None
+    warning = check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
     if warning is not None:
         log.warning("%s", warning)
 
@@ -100,12 +108,13 @@ async def _run_worker(
     devices: tuple[str, int],
 ) -> None:
     device, num_devices = devices
-    port = server.bind(config.host, config.port)
+    tls = None if config.tls_dir is None else tls_files(config.tls_dir, Role.STAGE_WORKER)
+    port = server.bind(config.host, config.port, tls=tls)
     await server.start()
     head = join_host_port(config.master_addr, config.master_port)
     log.info("listening on %s, asking the head at %s", join_host_port(config.host, port), head)
-    channel = create_channel(head)
-    control = ControlClient(channel, head)
+    channel = create_channel(head, tls=tls)
+    control = ControlClient(channel, config.master_addr, config.master_port, tls)
     request = control_pb2.JoinRequest(
         node=socket.gethostname(),
         node_rank=config.node_rank,

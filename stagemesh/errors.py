@@ -6,6 +6,7 @@
     │   └── BodyTooLarge          the message is over the limit
     ├── ModelNotFound             another model is served
     ├── NotAuthenticated          the API key is missing or wrong
+    ├── NotPermitted              the certificate's role may not do this
     ├── Saturated                 full; the same request can succeed later     (retryable)
     ├── PipelineUnavailable       no complete pipeline, or no service there    (retryable)
     │   └── StageFailed           a stage failed while it worked               (retryable)
@@ -80,6 +81,12 @@ class NotAuthenticated(StagemeshError):
     """The API key is missing or wrong."""
 
     reason = "NOT_AUTHENTICATED"
+
+
+class NotPermitted(StagemeshError):
+    """The caller is known, and its role may not do this."""
+
+    reason = "NOT_PERMITTED"
 
 
 class Saturated(StagemeshError):

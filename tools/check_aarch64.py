@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu")
+EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu", "certs")
 # openEuler 22.03 and later and Ubuntu 20.04 and later have at least glibc 2.28. pip
 # does not add the older tags by itself once a platform is named.
 GLIBC_MINORS = range(17, 29)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from services.bench.settings import BenchSettings
-from services.cli.flags import CONFIG_FLAG, Arity, Flag, FlagGroup, all_flags
+from services.cli.flag import Arity, Flag, FlagGroup
+from services.cli.flags import CONFIG_FLAG, all_flags
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag

@@ -7,7 +7,7 @@ import math
 
 from services.bench.settings import GOODPUT_METRICS, METRICS
 from services.cli import values
-from services.cli.flags import Arity, Flag, FlagGroup
+from services.cli.flag import Arity, Flag, FlagGroup
 from services.cli.values import Raw
 
 

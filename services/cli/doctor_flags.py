@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.cli import values
-from services.cli.flags import SERVE_GROUPS, Arity, Flag, FlagGroup
+from services.cli.flag import Arity, Flag, FlagGroup
+from services.cli.flags import SERVE_GROUPS
 from services.doctor.request import DEFAULT_TIMEOUT_SECONDS
 
 OWN_FLAGS = (

@@ -1,67 +1,17 @@
 """The flags of each command, as data.
 
-A `Flag` says how an option is spelled, which field of `services.config` it
-fills, and how its value is read. argparse, the YAML file and the error
-messages all work from these tables.
+argparse, the YAML file and the error messages all work from these tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from services.cli import json_values, values
-from services.cli.values import Parser
-from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT
+from services.cli.flag import Arity, Flag, FlagGroup
+from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT, TLS_DIR_VARIABLE
 from services.topology.compatibility import INTERCONNECTS
 from services.topology.partition import PARTITION_ENV
-
-
-class Arity(Enum):
-    """How many values follow a flag."""
-
-    SWITCH = "switch"
-    """None; `--no-flag` turns it off."""
-    ONE = "one"
-    MANY = "many"
-    """One or more, up to the next flag."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One option of a command."""
-
-    names: tuple[str, ...]
-    """Spellings, the long one first."""
-    parse: Parser
-    help: str
-    metavar: str = "N"
-    arity: Arity = Arity.ONE
-    environment: str | None = None
-    """Variable that is read where neither command line nor file says anything."""
-    environment_agrees: bool = False
-    """Where the variable is set too, it must say the same."""
-    source_field: str | None = None
-    """The config's field that holds where the value stands, for what is checked later."""
-    hidden: bool = False
-    """Between Stagemesh's own processes; not in the help."""
-    is_object: bool = False
-    """A JSON object; in a YAML file also a mapping."""
-
-    @property
-    def field(self) -> str:
-        """The config's field, and the key in a YAML file."""
-        return self.names[0].removeprefix("--").replace("-", "_")
-
-
-@dataclass(frozen=True, slots=True)
-class FlagGroup:
-    """Flags that stand together in the help."""
-
-    title: str
-    flags: tuple[Flag, ...]
-
 
 CONFIG_FLAG = Flag(
     ("--config",),
@@ -96,11 +46,27 @@ MASTER_FLAGS = (
         metavar="PORT",
     ),
 )
-INSECURE_FLAG = Flag(
-    ("--insecure",),
-    values.switch,
-    "allow a public --master-addr without TLS",
-    arity=Arity.SWITCH,
+TLS_FLAGS = (
+    Flag(
+        ("--tls-dir",),
+        values.path,
+        "mutual TLS on all gRPC: a directory with ca.pem and, for each role that runs here, "
+        f"ROLE.pem and ROLE.key, as stagemesh certs issue writes them (also {TLS_DIR_VARIABLE})",
+        metavar="DIR",
+        environment=TLS_DIR_VARIABLE,
+    ),
+    Flag(
+        ("--require-tls",),
+        values.switch,
+        "refuse to start where a port would be without TLS, on loopback too",
+        arity=Arity.SWITCH,
+    ),
+    Flag(
+        ("--insecure",),
+        values.switch,
+        "allow a public --master-addr without TLS",
+        arity=Arity.SWITCH,
+    ),
 )
 
 SERVE_GROUPS = (
@@ -170,7 +136,6 @@ SERVE_GROUPS = (
                 "run this node's stage workers only; needed on every node but the head",
                 arity=Arity.SWITCH,
             ),
-            INSECURE_FLAG,
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
@@ -179,6 +144,7 @@ SERVE_GROUPS = (
             ),
         ),
     ),
+    FlagGroup("security (docs/security.md)", TLS_FLAGS),
     FlagGroup(
         "front doors",
         (
@@ -344,7 +310,8 @@ SERVE_GROUPS = (
 )
 
 STAGE_WORKER_GROUPS = (
-    FlagGroup("head", (*MASTER_FLAGS, INSECURE_FLAG)),
+    FlagGroup("head", MASTER_FLAGS),
+    FlagGroup("security (docs/security.md)", TLS_FLAGS),
     FlagGroup(
         "worker",
         (

@@ -70,6 +70,12 @@ def _model(argv: Sequence[str]) -> int:
     return model(argv)
 
 
+def _certs(argv: Sequence[str]) -> int:
+    from services.cli.certs_command import certs
+
+    return certs(argv)
+
+
 def _version(argv: Sequence[str]) -> int:
     from services.cli.version_command import version
 
@@ -84,6 +90,7 @@ COMMANDS = (
     Command("doctor", "what is wrong with this node or mesh, and what to do", _doctor),
     Command("bench", "measure an OpenAI endpoint, of any server", _bench),
     Command("model", "fetch the demo model", _model),
+    Command("certs", "a private CA for TLS between the parts", _certs),
     Command("version", "versions of Stagemesh and what it runs on", _version),
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.cli import values
-from services.cli.flags import SERVE_GROUPS, Arity, Flag, FlagGroup, all_flags
+from services.cli.flag import Arity, Flag, FlagGroup
+from services.cli.flags import SERVE_GROUPS, all_flags
 from services.topology.plan_result import PlanSettings
 
 

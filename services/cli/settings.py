@@ -14,7 +14,8 @@ from typing import Any
 from services.bench.settings import BenchSettings
 from services.cli.arguments import Arguments, Positional
 from services.cli.doctor_flags import OWN_FLAGS
-from services.cli.flags import CONFIG_FLAG, Flag, FlagGroup, all_flags
+from services.cli.flag import Flag, FlagGroup
+from services.cli.flags import CONFIG_FLAG, all_flags
 from services.cli.plan_flags import PlanRequest
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
@@ -111,6 +112,8 @@ def stage_worker_config(
     config = StageWorkerConfig(**fields)
     if config.master_port == 0:
         raise _no_port_to_ask()
+    if config.require_tls and config.tls_dir is None:
+        raise _no_tls()
     return config
 
 
@@ -274,6 +277,16 @@ def contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
     else:
         yield from _node_contradictions(command, config)
     yield from _equal_ports(command, config)
+    if config.require_tls and config.tls_dir is None:
+        yield _no_tls()
+
+
+def _no_tls() -> UsageError:
+    return UsageError(
+        "--require-tls needs --tls-dir, the directory of this node's certificates (stagemesh "
+        "certs issue writes one)",
+        param="--require-tls",
+    )
 
 
 def _node_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from pathlib import Path
 
 from services.ranges import MAX_BYTES, MAX_COUNT, MAX_PORT, MAX_SEED, MAX_TOKENS
 
@@ -45,6 +46,11 @@ def text(raw: Raw) -> str:
     if not value:
         raise ValueError("must not be empty")
     return value
+
+
+def path(raw: Raw) -> str:
+    """A path, from here on absolute: processes elsewhere are given it too."""
+    return str(Path(text(raw)).expanduser().absolute())
 
 
 def texts(raw: Raw) -> tuple[str, ...]:

@@ -10,7 +10,10 @@ import grpc
 
 from services.errors import HeadLost as HeadLost
 from services.errors import JoinRefused
+from services.rpc import reach
+from services.rpc.addresses import join_host_port
 from services.rpc.errors import error_from_rpc
+from services.rpc.tls import TlsFiles
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_worker_pb2
 
 log = logging.getLogger("stagemesh.control")
@@ -22,17 +25,21 @@ CALL_TIMEOUT_SECONDS = 3.0
 class ControlClient:
     """Calls one head."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, host: str, port: int, tls: TlsFiles | None = None
+    ) -> None:
+        """`channel` leads to host:port; `tls` is what it was made with."""
         self._stub = control_pb2_grpc.ControlServiceStub(channel)
-        self._address = address
+        self._host, self._port, self._tls = host, port, tls
+        self._address = join_host_port(host, port)
 
     async def join(
         self, request: control_pb2.JoinRequest, timeout_seconds: float
     ) -> control_pb2.JoinResponse:
         """Joins, waiting for a head that is not up yet.
 
-        Raises `JoinRefused` with the head's reason, or naming the address that
-        nobody answers at.
+        Raises `JoinRefused` with the head's reason, or naming the address that nobody answers
+        at; at once where the two sides do not agree on TLS.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
@@ -56,6 +63,7 @@ class ControlClient:
                     ) from None
                 if not waiting:
                     raise error_from_rpc(error) from None
+                await self._check_tls()
                 if loop.time() > deadline:
                     raise JoinRefused(
                         f"no head answers at {self._address} after {timeout_seconds:.0f} s "
@@ -65,6 +73,16 @@ class ControlClient:
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 return response
+
+    async def _check_tls(self) -> None:
+        """Raises `JoinRefused` where it is TLS that is in the way: that does not change by
+        itself, and gRPC says the same of it as of a head that is not there."""
+        found = await reach.connect(self._host, self._port, CALL_TIMEOUT_SECONDS, self._tls)
+        if found is not None and found.obstacle is reach.Obstacle.TLS:
+            raise JoinRefused(
+                f"no TLS connection to the head at {self._address}: {found.detail}. Start both "
+                "sides with --tls-dir, or neither, with certificates of one CA (docs/security.md)"
+            )
 
     async def heartbeats(
         self,

@@ -16,6 +16,8 @@ from services.control.server import DoctorCalls
 from services.control.worker_reports import WorkerReports
 from services.errors import JoinRefused, StageFailed
 from services.models.content_hash import ContentHash
+from services.rpc.channel import create_channel
+from services.rpc.tls import TlsFiles
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
 log = logging.getLogger("stagemesh.control")
@@ -30,15 +32,21 @@ OWN_STALL_SECONDS = 0.5
 class ControlService(control_pb2_grpc.ControlServiceServicer):
     """`Membership` behind gRPC, with the waits around it."""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, *, tls: TlsFiles | None = None) -> None:
+        """`tls` is the gateway's, which it shows to workers; None without TLS."""
         self.membership = membership
+        self._tls = tls
         self._changed = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
         self._mesh: MeshState | None = None
         self._weights: ContentHash | None = None
-        self._workers = WorkerReports()
+        self._workers = WorkerReports(self.connect)
         self._doctor_calls = DoctorCalls()
+
+    def connect(self, address: str) -> grpc.aio.Channel:
+        """A channel to a worker; its owner closes it."""
+        return create_channel(address, tls=self._tls)
 
     def tell_of(self, mesh: MeshState, model_path: Path) -> None:
         """Lets `Diagnose` tell of the mesh that is driven from here, and of its model's weights."""

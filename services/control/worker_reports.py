@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
 
 from services.control.membership import Member
-from services.rpc.channel import create_channel
 from services.topology.wire import placement_to_proto
 from stagemesh.v1 import control_pb2, stage_worker_pb2, stage_worker_pb2_grpc
 
@@ -18,6 +17,9 @@ WORKER_TIMEOUT_SECONDS = 2.0
 """For all round trips to one worker: workers never compute, so a late one is a finding."""
 WORKER_ROUND_TRIPS = 3
 CLOSE_SECONDS = 1.0
+
+
+Connect = Callable[[str], grpc.aio.Channel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,9 @@ class _Answer:
 class WorkerReports:
     """Has one question to each worker open at a time, however many doctors ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect: Connect) -> None:
+        """`connect` opens a channel to a worker's address."""
+        self._connect = connect
         self._asking: dict[str, asyncio.Future[_Answer | None]] = {}
 
     async def ask(
@@ -48,7 +52,7 @@ class WorkerReports:
         """The open one, or a new one."""
         question = self._asking.get(member.worker_id)
         if question is None:
-            question = asyncio.ensure_future(_ask(member.address))
+            question = asyncio.ensure_future(_ask(self._connect, member.address))
             self._asking[member.worker_id] = question
             question.add_done_callback(lambda _: self._asking.pop(member.worker_id))
         return question
@@ -80,9 +84,9 @@ def _report(
     return report
 
 
-async def _ask(address: str) -> _Answer | None:
+async def _ask(connect: Connect, address: str) -> _Answer | None:
     """None where the worker does not answer in time."""
-    channel = create_channel(address)
+    channel = connect(address)
     try:
         async with asyncio.timeout(WORKER_TIMEOUT_SECONDS):
             return await _round_trips(channel)

@@ -13,9 +13,9 @@ from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.diagnosis import progress_from_proto
 from services.doctor.device_memory import device_memory
 from services.doctor.facts import NodeFacts, PortFacts
-from services.doctor.findings import Check, Finding, ok, refused
+from services.doctor.findings import Check, Finding, failed, ok, refused
 from services.doctor.gather import MASTER_PORT_FLAG, gather_kv_ports, gather_node, gather_ports
-from services.doctor.head import HeadFacts, Unanswered, ask_head
+from services.doctor.head import HeadFacts, ask_head
 from services.doctor.kv_transfer_check import check_kv_transfer, handshaking
 from services.doctor.layout_checks import LayoutChecks, NodeDevices, settings_findings
 from services.doctor.memory_check import OneDevicePerRank, SharedByRanks, check_memory
@@ -29,11 +29,16 @@ from services.doctor.node_checks import (
 )
 from services.doctor.report import MeshReport, Report
 from services.doctor.request import DoctorRequest
+from services.doctor.tls_check import check_tls
 from services.doctor.weights_check import check_weights_equal, check_weights_here
 from services.errors import StagemeshError
 from services.mesh_plan import MeshPlan
 from services.models.content_hash import ContentHash
 from services.rpc.addresses import check_master_address
+from services.rpc.certificate import check_certificate
+from services.rpc.reach import Unanswered
+from services.rpc.roles import Role
+from services.rpc.tls import tls_files
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import stated_fingerprint
 from services.topology.partition import PARTITION_FLAG
@@ -58,6 +63,7 @@ def examine(request: DoctorRequest) -> Examination:
     config = request.config
     node = gather_node()
     findings = list(settings_findings(request.problems))
+    findings += check_tls(config, asks_head=request.asks_head)
     layout = LayoutChecks(config, socket.gethostname())
     devices = layout.devices()
     path, plan = _examine_model(request, layout, devices.kind)
@@ -100,7 +106,8 @@ def _ask(
     config = request.config
     try:
         # Also where nobody is asked: `serve` and `--listen` would take this address.
-        check_master_address(config.master_addr, insecure=config.insecure)
+        has_tls = config.tls_dir is not None
+        check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
     except StagemeshError as error:
         return None, refused(Check.HEAD, error)
     # Nobody has asked about a mesh, and something is where this node's would be.
@@ -109,6 +116,13 @@ def _ask(
     )
     if not request.asks_head and not is_curious:
         return None, None
+    tls = None
+    if config.tls_dir is not None:
+        try:
+            check_certificate(config.tls_dir, Role.OPERATOR)
+        except StagemeshError:
+            return None, _not_asked(config.tls_dir)
+        tls = tls_files(config.tls_dir, Role.OPERATOR)
     answer = asyncio.run(
         ask_head(
             config.master_addr,
@@ -116,6 +130,7 @@ def _ask(
             config.node_rank,
             request.timeout_seconds,
             weights,
+            tls,
         )
     )
     if isinstance(answer, Unanswered):
@@ -123,6 +138,16 @@ def _ask(
             return None, None  # The port is another process's, and its check says so.
         return None, check_silence(answer, config)
     return answer, None
+
+
+def _not_asked(tls_dir: str) -> Finding:
+    """The check of TLS says what is wrong with the certificate."""
+    certificate = tls_files(tls_dir, Role.OPERATOR).certificate
+    return failed(
+        Check.HEAD,
+        f"the head was not asked: a doctor shows {certificate}, which cannot be used",
+        "stagemesh certs issue --role operator makes one",
+    )
 
 
 def _ports(

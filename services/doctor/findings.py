@@ -37,6 +37,7 @@ class Check(str, Enum):
     LIMITS = "limits"
     DISK = "disk"
     SHARED_MEMORY = "shared memory"
+    TLS = "tls"
     HEAD = "head"
     JOIN = "join"
     WEIGHTS = "weights"

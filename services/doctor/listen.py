@@ -16,6 +16,9 @@ from services.doctor.examine import Examination
 from services.errors import PipelineUnavailable
 from services.models.content_hash import ContentHash
 from services.rpc.addresses import check_master_address, join_host_port
+from services.rpc.certificate import own_identity
+from services.rpc.roles import Role
+from services.rpc.tls import TlsFiles
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
@@ -93,20 +96,27 @@ def _no_head() -> PipelineUnavailable:
 def listen(config: ServeConfig, examination: Examination, say: Callable[[str], None]) -> None:
     """Answers until SIGINT or SIGTERM; `say` hears who asks. Raises `ConfigError` for an address
     that must not or cannot be listened on."""
-    check_master_address(config.master_addr, insecure=config.insecure)
+    has_tls = config.tls_dir is not None
+    check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
+    # In the place of a head, it shows the head's certificate.
+    tls = own_identity(config.tls_dir, Role.GATEWAY, (config.master_addr,))
     port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
-    asyncio.run(_listen(config.master_addr, port, examination, say))
+    asyncio.run(_listen(config.master_addr, port, tls, examination, say))
 
 
 async def _listen(
-    host: str, port: int, examination: Examination, say: Callable[[str], None]
+    host: str,
+    port: int,
+    tls: TlsFiles | None,
+    examination: Examination,
+    say: Callable[[str], None],
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     path = examination.model_path
     weights = None if path is None else ContentHash(path)
     server = control_server(ListeningDoctor(told_to_others(examination), weights, say))
-    bound = server.bind(host, port, flag="--master-port")
+    bound = server.bind(host, port, tls=tls, flag="--master-port")
     await server.start()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop.set)

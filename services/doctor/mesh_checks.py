@@ -10,7 +10,8 @@ from services.control.diagnosis import progress_from_proto
 from services.control.progress import StageProgress, explain_progress, furthest_behind
 from services.doctor.facts import NodeFacts
 from services.doctor.findings import Check, Finding, failed, ok, warning
-from services.doctor.head import HeadFacts, LinkFacts, Obstacle, Unanswered
+from services.doctor.head import HeadFacts, LinkFacts
+from services.rpc.reach import Obstacle, Unanswered
 from services.topology.fingerprint import differences
 from services.units import counted, human_bytes
 from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
@@ -65,6 +66,15 @@ def check_silence(silence: Unanswered, config: ServeConfig) -> Finding:
                 'give --master-port the port in the head\'s line "workers join at"; --port is the '
                 "REST API's"
             )
+        case Obstacle.TLS:
+            what = f"no TLS connection to {where}: {detail}"
+            remedy = (
+                "start both sides with --tls-dir, or neither; certificates of one CA, valid now, "
+                "with the host that is dialled (docs/security.md)"
+            )
+        case Obstacle.ROLE:
+            what = f"{where} does not answer this certificate: {detail}"
+            remedy = "give the doctor an operator's: stagemesh certs issue --role operator"
         case Obstacle.OTHER_SERVICE:
             what = f"what listens at {where} has no control service, or an older one: {detail}"
             remedy = (

@@ -22,6 +22,9 @@ from services.launch.ray_launcher import RayLauncher
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address
+from services.rpc.certificate import own_identity
+from services.rpc.roles import Role
+from services.rpc.tls import TlsFiles
 
 log = logging.getLogger("stagemesh.gateway")
 
@@ -36,6 +39,8 @@ class Deployment:
     plan: MeshPlan
     launcher: Launcher | None
     """None where others start the workers."""
+    tls: TlsFiles | None = None
+    """The gateway's; None without TLS."""
 
 
 def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: bool) -> Deployment:
@@ -46,7 +51,7 @@ def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: 
     """
     if config.distributed_executor_backend == "ray":
         return _on_ray(config, stack)
-    _check_address(config)
+    tls = _check_security(config, launch_workers=launch_workers)
     model_path = resolve_model(config.model)
     node = socket.gethostname()
     plan = make_plan(config, model_path, node, own_devices=launch_workers)
@@ -60,9 +65,10 @@ def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: 
                 plan.device,
                 plan.num_devices,
                 plan.fingerprint,
+                config.tls_dir,
             )
         )
-    return Deployment(config, model_path, plan, launcher)
+    return Deployment(config, model_path, plan, launcher, tls)
 
 
 def _on_ray(config: ServeConfig, stack: contextlib.ExitStack) -> Deployment:
@@ -73,17 +79,23 @@ def _on_ray(config: ServeConfig, stack: contextlib.ExitStack) -> Deployment:
     cluster = stack.enter_context(connect(config.cpu_devices))
     if config.master_addr == DEFAULT_HOST:
         config = replace(config, master_addr=cluster.address)
-    _check_address(config)
+    # Workers may be elsewhere, with certificates of their own.
+    tls = _check_security(config, launch_workers=False)
     config = replace(config, device=cluster.choose_device(config.device))
     plan = make_plan(config, model_path, node, own_devices=False)
     places = cluster.place(plan.shape, plan.device)
     plan = replace(plan, placements=tuple(place.placement for place in places))
     check_memory(plan, HEAD_NODE_RANK, node)
     launcher = RayLauncher(cluster, config, model_path, places)
-    return Deployment(config, model_path, plan, launcher)
+    return Deployment(config, model_path, plan, launcher, tls)
 
 
-def _check_address(config: ServeConfig) -> None:
-    warning = check_master_address(config.master_addr, insecure=config.insecure)
+def _check_security(config: ServeConfig, *, launch_workers: bool) -> TlsFiles | None:
+    """Addresses and certificates; what the gateway shows. Raises `ConfigError`."""
+    has_tls = config.tls_dir is not None
+    warning = check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
     if warning is not None:
         log.warning("%s", warning)
+    if launch_workers:
+        own_identity(config.tls_dir, Role.STAGE_WORKER, (config.master_addr,))
+    return own_identity(config.tls_dir, Role.GATEWAY, (config.master_addr,))

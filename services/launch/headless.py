@@ -16,6 +16,8 @@ from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address, own_address_towards
+from services.rpc.certificate import own_identity
+from services.rpc.roles import Role
 from services.telemetry.logging import setup_logging
 
 log = logging.getLogger("stagemesh.node")
@@ -30,13 +32,16 @@ def run(config: ServeConfig) -> int:
     """
     setup_logging(process=f"node-{config.node_rank}")
     allow_late_timers(TIMER_SLACK_SECONDS)
-    warning = check_master_address(config.master_addr, insecure=config.insecure)
+    warning = check_master_address(
+        config.master_addr, insecure=config.insecure, tls=config.tls_dir is not None
+    )
     if warning is not None:
         log.warning("%s", warning)
     try:
         node = socket.gethostname()
         plan = make_plan(config, resolve_model(config.model), node)
         check_memory(plan, config.node_rank, node)
+        own_identity(config.tls_dir, Role.STAGE_WORKER, (own_address_towards(config.master_addr),))
     except ConfigError as error:
         # As at the head: what is wrong here stays wrong, and the exit code says so.
         raise UsageError(error.message, param=error.param) from error
@@ -51,7 +56,14 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
     placements = plan.placements_of(config.node_rank)
     host = own_address_towards(config.master_addr)
     launcher = LocalLauncher(
-        LocalWorkers(host, placements, plan.device, plan.num_devices, plan.fingerprint)
+        LocalWorkers(
+            host,
+            placements,
+            plan.device,
+            plan.num_devices,
+            plan.fingerprint,
+            config.tls_dir,
+        )
     )
     try:
         port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port

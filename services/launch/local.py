@@ -34,6 +34,8 @@ class LocalWorkers:
     num_devices: int
     fingerprint: topology_pb2.Fingerprint
     """Of the plan, from this node's copy of the model: compared with the head's at join."""
+    tls_dir: str | None = None
+    """Where this node's certificates are; None without TLS."""
 
 
 class LocalLauncher:
@@ -66,6 +68,7 @@ class LocalLauncher:
             num_devices=workers.num_devices,
             fingerprint=workers.fingerprint,
             lifeline_fd=self._lifeline[0],
+            tls_dir=workers.tls_dir,
         )
         return await asyncio.create_subprocess_exec(
             *command,

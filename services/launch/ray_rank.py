@@ -73,6 +73,7 @@ class RankActor:
             num_devices=1,
             fingerprint=fingerprint,
             lifeline_fd=lifeline,
+            tls_dir=order.config.tls_dir,
         )
         try:
             # From the actor's main thread, whose end is that of the process.

@@ -19,12 +19,14 @@ def worker_command(
     num_devices: int,
     fingerprint: topology_pb2.Fingerprint,
     lifeline_fd: int,
+    tls_dir: str | None,
 ) -> list[str]:
     """`stagemesh stage-worker` for one place of the mesh, on this node.
 
     `host` is the address that the worker and its ranks listen on; `fingerprint` is the
     plan's, from this node's copy of the model, and is compared with the head's at join;
-    `lifeline_fd` is the read end of a pipe that the launcher holds open.
+    `lifeline_fd` is the read end of a pipe that the launcher holds open; `tls_dir` is where
+    this node's certificates are, None without TLS.
     """
     return [
         sys.executable,
@@ -43,4 +45,5 @@ def worker_command(
         f"--cpu-devices={num_devices}",
         f"--fingerprint={base64.b64encode(fingerprint.SerializeToString()).decode()}",
         f"--lifeline-fd={lifeline_fd}",
+        *(() if tls_dir is None else (f"--tls-dir={tls_dir}", "--require-tls")),
     ]

@@ -22,22 +22,21 @@ from services.rpc.settings import (
     INFERENCE_MAX_REQUEST_BYTES,
     INFERENCE_MAX_RESPONSE_BYTES,
     MESH_MAX_MESSAGE_BYTES,
-    ClientTls,
     MessageLimits,
-    ServerTls,
 )
+from services.rpc.tls import TlsFiles, tls_files
 
 __all__ = [
     "INFERENCE_MAX_REQUEST_BYTES",
     "INFERENCE_MAX_RESPONSE_BYTES",
     "MESH_MAX_MESSAGE_BYTES",
-    "ClientTls",
     "MessageLimits",
     "RpcServer",
-    "ServerTls",
+    "TlsFiles",
     "bind",
     "create_channel",
     "error_from_rpc",
     "error_from_wire",
     "rpc_status",
+    "tls_files",
 ]

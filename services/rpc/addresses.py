@@ -160,26 +160,34 @@ def _check_own(host: str, *, flag: str) -> None:
             ) from None
 
 
-def check_master_address(master_addr: str, *, insecure: bool) -> str | None:
-    """What to say about mesh traffic without TLS to this address; None on loopback.
+def check_master_address(master_addr: str, *, insecure: bool, tls: bool) -> str | None:
+    """What to say about mesh traffic to this address; None on loopback, and with TLS where the
+    address is not public.
 
-    Raises `UsageError` for one that nobody can connect to, and for a public address unless
-    that is allowed. A name is as public as the most public of its addresses.
+    Raises `UsageError` for one that nobody can connect to, and for a public address without TLS
+    unless that is allowed. A name is as public as the most public of its addresses.
     """
     flag = "--master-addr"
     addresses = check_dialable(master_addr, flag=flag)
     if all(address.is_loopback for address in addresses):
         return None
     public = [address for address in addresses if _is_public(address)]
+    if tls:
+        if not public:
+            return None
+        return (
+            f"{master_addr} is a public address: gRPC is protected by TLS, and the activations "
+            "between ranks, which go over the collective library, are not (docs/security.md)"
+        )
     if not public or insecure:
         return (
             f"traffic of this mesh to {master_addr} is not encrypted and not authenticated: keep "
-            "the network closed to others, or set up TLS with stagemesh certs init"
+            "the network closed to others, or set up TLS (docs/security.md)"
         )
     which = "" if str(public[0]) == master_addr else f" ({public[0]})"
     raise UsageError(
         f"{flag} {shown(master_addr)}{which} is a public address, and the mesh would use it "
-        "without TLS; use a private address, or say --insecure",
+        "without TLS; use a private address, set up TLS (--tls-dir), or say --insecure",
         param=flag,
     )
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import grpc
 
-from services.rpc.settings import (
-    ClientTls,
-    MessageLimits,
-    channel_credentials,
-    channel_options,
-)
+from services.rpc.settings import MessageLimits, channel_options
+from services.rpc.tls import TlsFiles, channel_credentials
 
 
 def create_channel(
-    address: str, *, limits: MessageLimits | None = None, tls: ClientTls | None = None
+    address: str, *, limits: MessageLimits | None = None, tls: TlsFiles | None = None
 ) -> grpc.aio.Channel:
     """Opens a channel to "host:port" with the mesh's limits and keepalive.
 
     Returns at once: the connection is made by the first call. The caller closes
-    it (`await channel.close()`) and gives every call a `timeout`.
+    it (`await channel.close()`) and gives every call a `timeout`. Raises `ConfigError` where a
+    file of `tls` cannot be used.
     """
     options = channel_options(limits or MessageLimits())
     if tls is None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -25,6 +25,7 @@ from services.errors import (
     InvalidRequest,
     ModelNotFound,
     NotAuthenticated,
+    NotPermitted,
     PipelineUnavailable,
     RequestAborted,
     Saturated,
@@ -40,10 +41,13 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 DEFAULT_RETRY_SECONDS = 1.0
 """Told to the caller of a retryable error that names no time of its own."""
 
+CallerCheck = Callable[[str, Mapping[str, Iterable[bytes]]], None]
+
 _CLASS_BY_CODE: dict[grpc.StatusCode, type[StagemeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.UNAUTHENTICATED: NotAuthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: NotPermitted,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Saturated,
     grpc.StatusCode.UNAVAILABLE: PipelineUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -159,6 +163,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     before the call is over, so that what they hold is freed at once.
     """
 
+    def __init__(self) -> None:
+        self.check_caller: CallerCheck | None = None
+        """Raises an error of the tree for a caller who may not call the method; called with
+        the full method name and gRPC's authentication context, before a request is read."""
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
@@ -181,18 +190,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         single = {"response_serializer": handler.response_serializer}
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                _guard(handler.unary_unary, method, parse), **single
+                _guard(handler.unary_unary, method, self.check_caller, parse), **single
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                _guard(handler.unary_stream, method, parse), **single
+                _guard(handler.unary_stream, method, self.check_caller, parse), **single
             )
         if handler.stream_unary:
             return grpc.stream_unary_rpc_method_handler(
-                _guard(handler.stream_unary, method), **codecs
+                _guard(handler.stream_unary, method, self.check_caller), **codecs
             )
         return grpc.stream_stream_rpc_method_handler(
-            _guard(handler.stream_stream, method), **codecs
+            _guard(handler.stream_stream, method, self.check_caller), **codecs
         )
 
 
@@ -228,11 +237,16 @@ async def _write(context: grpc.aio.ServicerContext, response: Any) -> None:
 
 
 def _guard(
-    handler: Callable[..., Any], method: str, parse: Callable[[bytes], Any] | None = None
+    handler: Callable[..., Any],
+    method: str,
+    check_caller: CallerCheck | None,
+    parse: Callable[[bytes], Any] | None = None,
 ) -> Callable[..., Awaitable[Any]]:
     """`parse` makes the request from its bytes; None takes it as it comes."""
 
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if check_caller is not None:
+            check_caller(method, context.auth_context())
         if parse is not None:
             request = _parsed(request, parse, method)
         if not inspect.isasyncgenfunction(handler):

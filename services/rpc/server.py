@@ -14,12 +14,9 @@ from services.ranges import MAX_PORT
 from services.rpc.addresses import host_flag, join_host_port, resolve
 from services.rpc.errors import ErrorInterceptor
 from services.rpc.health import Health
-from services.rpc.settings import (
-    MessageLimits,
-    ServerTls,
-    server_credentials,
-    server_options,
-)
+from services.rpc.roles import check_role
+from services.rpc.settings import MessageLimits, server_options
+from services.rpc.tls import TlsFiles, server_credentials
 
 
 def check_address(host: str, port: int, flag: str) -> None:
@@ -36,7 +33,7 @@ def bind(
     host: str,
     port: int,
     *,
-    tls: ServerTls | None = None,
+    tls: TlsFiles | None = None,
     flag: str = "--port",
 ) -> int:
     """Binds the server and returns the real port (port 0 takes a free one).
@@ -76,8 +73,9 @@ class RpcServer:
         classes. Calls above `max_concurrent_rpcs` are refused with RESOURCE_EXHAUSTED.
         `is_serving` is what health says while the server runs."""
         self.service_names = tuple(service_names)
+        self._edge = ErrorInterceptor()
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(), *interceptors],
+            interceptors=[self._edge, *interceptors],
             options=server_options(limits or MessageLimits()),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
@@ -89,9 +87,12 @@ class RpcServer:
         )
 
     def bind(
-        self, host: str, port: int, *, tls: ServerTls | None = None, flag: str = "--port"
+        self, host: str, port: int, *, tls: TlsFiles | None = None, flag: str = "--port"
     ) -> int:
-        """See `bind` of this module."""
+        """See `bind` of this module. With TLS every method asks for a role from then on
+        (`services.rpc.roles`)."""
+        if tls is not None:
+            self._edge.check_caller = check_role
         return bind(self.grpc_server, host, port, tls=tls, flag=flag)
 
     async def start(self) -> None:

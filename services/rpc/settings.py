@@ -1,13 +1,8 @@
-"""Numbers and options of every gRPC server and channel, and the TLS files they may use."""
+"""Numbers and options of every gRPC server and channel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import grpc
-
-from services.errors import ConfigError
 
 MIB = 1024 * 1024
 
@@ -52,58 +47,6 @@ class MessageLimits:
 INFERENCE_SERVER_LIMITS = MessageLimits(
     receive_bytes=INFERENCE_MAX_REQUEST_BYTES, send_bytes=INFERENCE_MAX_RESPONSE_BYTES
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """PEM files of a server."""
-
-    certificate_chain: Path
-    private_key: Path
-    client_ca: Path | None = None
-    """Where given, clients must show a certificate that this CA has signed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientTls:
-    """PEM files of a client. Without a CA the system's trust store counts."""
-
-    ca: Path | None = None
-    certificate_chain: Path | None = None
-    private_key: Path | None = None
-
-
-def read_pem(path: Path, what: str) -> bytes:
-    """Reads one PEM file; raises `ConfigError` naming it where that fails."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror or error}") from error
-
-
-def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Reads the files; raises `ConfigError` where one is missing."""
-    pair = (
-        read_pem(tls.private_key, "TLS private key"),
-        read_pem(tls.certificate_chain, "TLS certificate chain"),
-    )
-    client_ca = read_pem(tls.client_ca, "client CA") if tls.client_ca else None
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
-    )
-
-
-def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Reads the files; raises `ConfigError` where one is missing."""
-    return grpc.ssl_channel_credentials(
-        root_certificates=read_pem(tls.ca, "CA") if tls.ca else None,
-        private_key=read_pem(tls.private_key, "TLS private key") if tls.private_key else None,
-        certificate_chain=(
-            read_pem(tls.certificate_chain, "TLS certificate chain")
-            if tls.certificate_chain
-            else None
-        ),
-    )
 
 
 def _milliseconds(seconds: float) -> int:

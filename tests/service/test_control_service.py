@@ -24,11 +24,12 @@ from services.control.service import ControlService
 from services.doctor import examine
 from services.doctor.findings import Check, Outcome
 from services.doctor.gather import gather_node
-from services.doctor.head import HeadFacts, Obstacle, Unanswered, ask_head
+from services.doctor.head import HeadFacts, ask_head
 from services.doctor.mesh_checks import check_head
 from services.errors import BodyTooLarge, InvalidRequest, Saturated
 from services.rpc.channel import create_channel
 from services.rpc.errors import error_from_rpc
+from services.rpc.reach import Obstacle, Unanswered
 from services.rpc.server import RpcServer
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import stated_fingerprint

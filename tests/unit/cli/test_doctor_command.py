@@ -320,7 +320,7 @@ def test_a_worker_that_is_started_too_early_is_told(
         address = f"127.0.0.1:{listening[1]}"
         channel = create_channel(address)
         try:
-            client = ControlClient(channel, address)
+            client = ControlClient(channel, "127.0.0.1", int(listening[1]))
             with pytest.raises(JoinRefused) as refusal:
                 await client.join(control_pb2.JoinRequest(), timeout_seconds=0.1)
         finally:

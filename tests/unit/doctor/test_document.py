@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import re
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from services.config import ServeConfig
+from services.doctor import tls_check
 from services.doctor.facts import LimitFacts, PortFacts
 from services.doctor.findings import Check, Finding, Outcome, ok, refused, warning
-from services.doctor.head import HeadFacts, LinkFacts, Obstacle, PeerFacts, Unanswered
+from services.doctor.head import HeadFacts, LinkFacts, PeerFacts
 from services.doctor.kv_transfer_check import check_kv_transfer
 from services.doctor.memory_check import OneDevicePerRank, check_memory
 from services.doctor.mesh_checks import (
@@ -36,6 +39,10 @@ from services.doctor.weights_check import check_weights_equal
 from services.errors import StagemeshError
 from services.launch.ray_bundles import RayNode
 from services.models.content_hash import FileHash, HashProgress
+from services.rpc.certificate import CertificateFacts, wrong_host
+from services.rpc.reach import Obstacle, Unanswered
+from services.rpc.roles import Role
+from services.rpc.tls import tls_files
 from services.software import Version
 from services.topology.compatibility import MeshRequest, broken_rules
 from services.topology.facts import MeshShape
@@ -159,6 +166,20 @@ def limits() -> list[Finding]:
     return list(check_limits(few, device="npu", config=TWO_NODES))
 
 
+def tls() -> list[Finding]:
+    directory = Path("/etc/stagemesh/tls")
+    facts = CertificateFacts(
+        "O=Stagemesh, CN=stage-worker 10.0.0.2",
+        frozenset((Role.STAGE_WORKER,)),
+        ("10.0.0.2", "localhost", "127.0.0.1"),
+        datetime(2126, 3, 1, 12, 0, tzinfo=UTC),
+    )
+    refusal = wrong_host(tls_files(directory, Role.STAGE_WORKER), facts, "10.0.0.3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tls_check, "check_certificate", Mock(side_effect=[facts, refusal]))
+        return [tls_check.check_role(str(directory), Role.STAGE_WORKER, ()) for _ in range(2)]
+
+
 def head() -> list[Finding]:
     firewall = Unanswered("10.0.0.1:29550", Obstacle.SILENCE, "no answer in 5 s")
     rest_port = Unanswered("10.0.0.1:8000", Obstacle.NOT_GRPC, "it does not speak HTTP/2")
@@ -251,6 +272,7 @@ def test_the_examples_are_what_the_checks_say(tmp_path: Path) -> None:
         Check.SHARED_MEMORY: list(
             check_shared_memory(node(shared_memory_bytes=64 << 20), device="npu", num_ranks=8)
         ),
+        Check.TLS: tls(),
         Check.HEAD: head(),
         Check.JOIN: join(),
         Check.WEIGHTS: weights(),

@@ -9,7 +9,7 @@ import pytest
 
 from services.config import ServeConfig
 from services.doctor.findings import Check, Finding, Outcome
-from services.doctor.head import HeadFacts, LinkFacts, Obstacle, PeerFacts, Unanswered
+from services.doctor.head import HeadFacts, LinkFacts, PeerFacts
 from services.doctor.mesh_checks import (
     check_clock,
     check_head,
@@ -20,6 +20,7 @@ from services.doctor.mesh_checks import (
     check_silence,
     check_versions_equal,
 )
+from services.rpc.reach import Obstacle, Unanswered
 from services.software import Version
 from services.topology.fingerprint import digest
 from stagemesh.v1 import control_pb2, stage_worker_pb2, step_pb2, topology_pb2

@@ -32,7 +32,7 @@ async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_what_stands_for_nothing_is_refused_with_flag_and_remedy(name: str) -> None:
     for refuse in (
-        lambda: check_master_address(name, insecure=True),
+        lambda: check_master_address(name, insecure=True, tls=False),
         lambda: own_address_towards(name),
         lambda: resolve(name, 80, flag="--master-addr", passive=True),
     ):
@@ -68,7 +68,7 @@ def test_a_server_names_its_own_flag(name: str) -> None:
 )
 def test_nobody_can_dial_it(address: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError) as caught:
-        check_master_address(address, insecure=True)
+        check_master_address(address, insecure=True, tls=False)
     assert caught.value.message.startswith(f"--master-addr {address} is {what}")
     monkeypatch.setenv(HOST_IP_ENV, address)
     with pytest.raises(UsageError, match=f"^{HOST_IP_ENV} {address} is "):
@@ -77,7 +77,7 @@ def test_nobody_can_dial_it(address: str, what: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_loopback_needs_no_warning(address: str) -> None:
-    assert check_master_address(address, insecure=False) is None
+    assert check_master_address(address, insecure=False, tls=False) is None
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,20 @@ def test_loopback_needs_no_warning(address: str) -> None:
     ["10.0.0.1", "192.168.1.1", "169.254.1.1", "100.64.0.1", "100.127.255.254", "fd00::1"],
 )
 def test_a_closed_network_gets_a_warning(address: str) -> None:
-    warning = check_master_address(address, insecure=False)
+    warning = check_master_address(address, insecure=False, tls=False)
     assert warning is not None and f"to {address} is not encrypted" in warning
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "100.63.255.255", "100.128.0.1", "2001:4860::1"])
 def test_a_public_address_only_with_insecure(address: str) -> None:
     with pytest.raises(UsageError, match=f"^--master-addr {address} is a public address.*insecure"):
-        check_master_address(address, insecure=False)
-    assert check_master_address(address, insecure=True) is not None
+        check_master_address(address, insecure=False, tls=False)
+    assert check_master_address(address, insecure=True, tls=False) is not None
 
 
 def test_a_public_address_is_known_in_another_spelling() -> None:
     with pytest.raises(UsageError, match=r"::ffff:8.8.8.8 \(8.8.8.8\) is a public address"):
-        check_master_address("::ffff:8.8.8.8", insecure=False)
+        check_master_address("::ffff:8.8.8.8", insecure=False, tls=False)
 
 
 @pytest.mark.parametrize(

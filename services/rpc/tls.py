@@ -1,0 +1,159 @@
+"""A process's place in the mesh's private PKI: the CA, its own certificate and its key.
+
+    DIRECTORY/ca.pem              one or several CAs that peers' certificates are signed by
+    DIRECTORY/ROLE.pem, ROLE.key  this node's certificate for a role, with its chain, and its key
+
+All gRPC between the parts is mutual TLS: both sides show a certificate. Servers
+read renewed files at the next handshake, clients for the next channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from services.errors import ConfigError
+from services.rpc.roles import Role
+
+log = logging.getLogger(__name__)
+
+CA_FILE = "ca.pem"
+_READABLE_BY_OTHERS = stat.S_IROTH | stat.S_IWOTH
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of one identity."""
+
+    ca: Path
+    certificate: Path
+    """The holder's own first, then the chain up to the CA."""
+    private_key: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Pem:
+    """What the files hold."""
+
+    ca: bytes
+    certificate: bytes
+    private_key: bytes
+
+
+def tls_files(directory: str | Path, role: Role) -> TlsFiles:
+    """The files of a role in a directory of --tls-dir; they need not be there."""
+    path = Path(directory)
+    return TlsFiles(path / CA_FILE, path / f"{role.value}.pem", path / f"{role.value}.key")
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Mutual TLS for a server. Raises `ConfigError` where a file cannot be used.
+
+    gRPC asks for the files' state at every handshake, so a renewed certificate and another CA
+    count from the next connection on. Files that cannot be read then (a renewal that is half
+    done) leave the last good ones in use.
+    """
+    source = _RenewedFiles(files)
+    return grpc.dynamic_ssl_server_credentials(
+        source.first, source.next, require_client_authentication=True
+    )
+
+
+def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """Mutual TLS for one channel, with the files as they are now. Raises `ConfigError`."""
+    pem = _read(files)
+    return grpc.ssl_channel_credentials(pem.ca, pem.private_key, pem.certificate)
+
+
+class _RenewedFiles:
+    """Gives gRPC a new configuration when a file has changed. Called from gRPC's threads."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._stamp = _stamp(files)
+        self._pem = _read(files)
+        self.first = _configuration(self._pem)
+
+    def next(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: nothing has changed."""
+        with self._lock:
+            stamp = _stamp(self._files)
+            if stamp == self._stamp:
+                return None
+            try:
+                pem = _read(self._files)
+            except ConfigError as error:
+                # Once for each change, not for each handshake after it.
+                self._stamp = stamp
+                log.error("%s; the certificate from before stays in use", error.message)
+                return None
+            self._stamp = stamp
+            if pem == self._pem:
+                return None
+            self._pem = pem
+            log.info("using the renewed certificate %s", self._files.certificate)
+            return _configuration(pem)
+
+
+def _stamp(files: TlsFiles) -> tuple[tuple[int, int] | None, ...]:
+    return tuple(map(_stamp_of, (files.ca, files.certificate, files.private_key)))
+
+
+def _stamp_of(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_mtime_ns, state.st_ino
+
+
+def _configuration(pem: _Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(pem.private_key, pem.certificate)], root_certificates=pem.ca
+    )
+
+
+def _read(files: TlsFiles) -> _Pem:
+    from services.rpc.certificate import check_pair  # `ssl` is loaded where TLS is used only.
+
+    check_key_mode(files.private_key)
+    pem = _Pem(
+        read_pem(files.ca, "CA certificate"),
+        read_pem(files.certificate, "TLS certificate"),
+        read_pem(files.private_key, "TLS private key"),
+    )
+    # Certificate and key of two moments would break every handshake from here on.
+    check_pair(files)
+    return pem
+
+
+def read_pem(path: Path, what: str) -> bytes:
+    """Reads one PEM file; raises `ConfigError` naming it where that fails."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the {what} {path}: {error.strerror or error}; stagemesh certs issue "
+            "writes it, and --tls-dir names its directory",
+            param="--tls-dir",
+        ) from error
+
+
+def check_key_mode(path: Path) -> None:
+    """Raises `ConfigError` for a private key that every user of the node can read."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # Whoever reads it says so.
+    if mode & _READABLE_BY_OTHERS:
+        raise ConfigError(
+            f"the TLS private key {path} can be read by every user of this node (mode "
+            f"{stat.S_IMODE(mode):04o}); chmod 600 {path}",
+            param="--tls-dir",
+        )
