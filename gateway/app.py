@@ -27,6 +27,7 @@ from gateway.grpc_server.server import create_inference_server
 from gateway.mesh import Mesh
 from gateway.observer import MeasuringObserver
 from gateway.pipeline.mesh_pipeline import MeshPipeline
+from gateway.recovery import RecoveryLimits
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
@@ -167,6 +168,7 @@ class Gateway:
             self._make_engine,
             MeasuringObserver(self._metrics, trace),
             config.join_timeout_seconds,
+            RecoveryLimits(config.max_recovery_attempts, config.recovery_timeout_seconds),
         )
         self._control.tell_of(self._mesh, Path(plan.stage_plan.model_path))
         self._metrics.watch_engine(self._mesh.stats)

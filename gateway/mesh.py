@@ -1,8 +1,9 @@
 """The mesh as the gateway sees it: from the first join to the last step.
 
 Front doors hold a `Mesh` from the start and can ask it anything at any time:
-until every replica is complete, and after one has failed, requests are refused
-with the reason.
+until every replica is complete, requests are refused with the reason. From then on
+they go to a replica that serves, and into the queue of one that recovers where there
+is no other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
+from itertools import count
 
 from gateway.engine.engine import MeshEngine
 from gateway.engine.router import ReplicaRouter
@@ -21,11 +23,14 @@ from gateway.mesh_view import MeshView, mesh_view
 from gateway.observer import MeshObserver
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import MeshPipeline
-from gateway.replica import Replica
+from gateway.recovery import RecoveryLimits
+from gateway.replica import Replica, ReplicaHooks, ReplicaState
+from services.control.membership import Member
 from services.control.progress import StageProgress
 from services.control.service import ControlService
-from services.errors import PipelineUnavailable, StageFailed
+from services.errors import ECHO_REASON, PipelineUnavailable, StageFailed
 from services.mesh_plan import MeshPlan
+from stagemesh.v1 import step_pb2
 
 log = logging.getLogger("stagemesh.gateway")
 
@@ -44,32 +49,49 @@ class Mesh:
         make_engine: Callable[[MeshPipeline, int], MeshEngine],
         observer: MeshObserver,
         join_timeout_seconds: float,
+        recovery: RecoveryLimits,
     ) -> None:
         self._plan = plan
         self._control = control
         self._make_engine = make_engine
         self._observer = observer
         self._join_timeout_seconds = join_timeout_seconds
-        self._replicas: list[Replica] = []
+        self._recovery = recovery
+        epochs = count(FIRST_EPOCH)
+        self._replicas = [
+            self._new_replica(dp_rank, epochs) for dp_rank in range(plan.shape.dp_size)
+        ]
         self._router = ReplicaRouter(plan.shape.dp_size)
-        self._epoch = 0
-        self._why_not_ready = WAITING
+        self._why_not_ready = ""
         self._failed: asyncio.Future[StageFailed] = asyncio.get_running_loop().create_future()
         self.ready_event = asyncio.Event()
-        """Set when every replica is complete."""
+        """Set when every replica is complete for the first time."""
+
+    def _new_replica(self, dp_rank: int, epochs: Iterator[int]) -> Replica:
+        hooks = ReplicaHooks(
+            self._make_engine,
+            epochs,
+            partial(self._observer.on_stage_step, dp_rank),
+            partial(self._observer.on_step, dp_rank),
+        )
+        return Replica(self._plan, dp_rank, self._control, hooks, self._recovery)
 
     @property
     def ready(self) -> bool:
-        """Whether every replica takes requests."""
-        return self.ready_event.is_set() and all(engine.ready for engine in self._engines)
+        """Whether a replica takes requests and has stages to run them."""
+        return self.ready_event.is_set() and any(engine.ready for engine in self._engines)
 
     @property
     def why_not_ready(self) -> str:
         """What is missing, for `/ready`."""
-        missing = self._control.membership.missing()
-        if self._why_not_ready == WAITING and missing:
-            return f"waiting for {', '.join(missing)} to join"
-        return self._why_not_ready
+        if self._why_not_ready:
+            return self._why_not_ready
+        if not self.ready_event.is_set():
+            missing = self._control.membership.missing()
+            if missing:
+                return f"waiting for {', '.join(missing)} to join"
+            return next((r.doing for r in self._replicas if r.doing), WAITING)
+        return "; ".join(f"{r.state.value}: {r.doing}" for r in self._replicas if r.doing)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -110,7 +132,8 @@ class Mesh:
                 f"the mesh is not ready: {self.why_not_ready}",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        chosen = self._router.take(request.prompt_token_ids, request.n)
+        serving = [r.dp_rank for r in self._replicas if r.state is ReplicaState.SERVING]
+        chosen = self._router.take(request.prompt_token_ids, request.n, serving)
         self._observer.on_routed(chosen)
         try:
             async with contextlib.aclosing(self._engines[chosen].generate(request)) as deltas:
@@ -125,36 +148,21 @@ class Mesh:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._fail_on_request())
                 await self._control.complete(self._join_timeout_seconds)
-                tasks.create_task(self._watch_members())
+                tasks.create_task(self._control.watch(self))
                 await self._bring_up()
                 for replica in self._replicas:
                     tasks.create_task(replica.run())
-                self._why_not_ready = ""
                 self.ready_event.set()
         finally:
             self._why_not_ready = self._why_not_ready or "the mesh is going down"
 
     async def _bring_up(self) -> None:
-        self._epoch = FIRST_EPOCH
-        members = self._control.membership.members
-        self._replicas = [
-            Replica(
-                self._plan,
-                [member for member in members if member.placement.dp_rank == dp_rank],
-                self._make_engine,
-                partial(self._observer.on_stage_step, dp_rank),
-                partial(self._observer.on_step, dp_rank),
-                self._is_doing,
-                self._control.connect,
-            )
-            for dp_rank in range(self._plan.shape.dp_size)
-        ]
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
-                tasks.create_task(replica.form_groups(self._epoch))
-        check_reported_memory(self._plan, members)
+                tasks.create_task(replica.form_groups())
+        check_reported_memory(self._plan, self._control.membership.members)
         async with asyncio.TaskGroup() as tasks:
-            loads = [tasks.create_task(r.load(self._epoch)) for r in self._replicas]
+            loads = [tasks.create_task(replica.load()) for replica in self._replicas]
         self._report_loaded([load.result() for load in loads])
 
     def _report_loaded(self, loaded: list[LoadedMesh]) -> None:
@@ -169,25 +177,29 @@ class Mesh:
             self._plan.stage_plan.block_size,
         )
 
-    def _is_doing(self, what: str) -> None:
-        self._why_not_ready = what
+    def on_member_lost(self, member: Member, why: str) -> None:
+        """See `MemberListener`: ends the mesh while it comes up; later its replica recovers."""
+        if not self.ready_event.is_set():
+            self.fail(why)
+        else:
+            self._replicas[member.placement.dp_rank].stage_failed(StageFailed(why))
 
-    async def _watch_members(self) -> None:
-        """A silent member ends the mesh."""
-        try:
-            await self._control.watch()
-        except StageFailed as failure:
-            self.fail(failure.message)
+    def on_stage_error(self, member: Member, error: step_pb2.StageError) -> None:
+        """See `MemberListener`. A lost neighbour is an echo: who has failed says so itself."""
+        replica = self._replicas[member.placement.dp_rank]
+        if error.epoch == replica.epoch and error.reason != ECHO_REASON:
+            failure = StageFailed(f"stage {error.pp_rank} failed ({error.reason}): {error.message}")
+            if replica.state is ReplicaState.SERVING:
+                replica.stage_failed(failure)
 
     def fail(self, message: str) -> None:
-        """Ends the mesh for a reason seen from outside: a worker process that is gone."""
+        """Ends the mesh for good, for a reason seen from outside."""
         failure = StageFailed(message)
         self._why_not_ready = message
-        pipelines = [r.pipeline for r in self._replicas if r.pipeline is not None]
-        for pipeline in pipelines:
-            # Requests in flight end with the reason before the mesh does.
-            pipeline.fail(failure)
-        if not self.ready_event.is_set() and not self._failed.done():
+        for engine in self._engines:
+            # Requests end with the reason before the mesh does.
+            engine.fail(failure)
+        if not self._failed.done():
             self._failed.set_result(failure)
 
     async def _fail_on_request(self) -> None:
@@ -213,8 +225,9 @@ class Mesh:
             await replica.close()
 
     def progress(self) -> tuple[StageProgress, ...]:
-        """How far every stage of every replica is; empty before the mesh is up."""
-        pipelines = [r.pipeline for r in self._replicas if r.pipeline is not None]
+        """How far every stage of every replica that serves is; empty before the mesh is up."""
+        serving = (r for r in self._replicas if r.state is ReplicaState.SERVING)
+        pipelines = (r.pipeline for r in serving if r.pipeline is not None)
         return tuple(stage for pipeline in pipelines for stage in pipeline.progress())
 
     def not_ready_reason(self) -> str:
@@ -224,4 +237,4 @@ class Mesh:
     def view(self) -> MeshView:
         """What `/v1/mesh` shows."""
         members = self._control.membership.members
-        return mesh_view(self._epoch, self._plan, members, self.progress())
+        return mesh_view(self._plan, members, self._replicas, self.progress())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
+from gateway.replica import Replica
 from services.control.membership import Member
 from services.control.progress import StageProgress
 from services.mesh_plan import MeshPlan
@@ -50,15 +51,32 @@ class StageView(TypedDict):
     ranks: list[RankView]
 
 
+class ReplicaView(TypedDict):
+    """One replica of the whole pipeline."""
+
+    dp_rank: int
+    epoch: int
+    """Of its present groups; 0 before the first."""
+    state: str
+    """"starting", "serving", "recovering" or "failed"."""
+    doing: str
+    """What it waits for; empty while it serves."""
+
+
 class MeshView(TypedDict):
     """The whole mesh."""
 
     epoch: int
+    """The latest of any replica."""
+    replicas: list[ReplicaView]
     stages: list[StageView]
 
 
 def mesh_view(
-    epoch: int, plan: MeshPlan, members: Sequence[Member], progress: Sequence[StageProgress]
+    plan: MeshPlan,
+    members: Sequence[Member],
+    replicas: Sequence[Replica],
+    progress: Sequence[StageProgress],
 ) -> MeshView:
     """Every planned stage, joined or not, with what its workers last said of their ranks."""
     moved = {(stage.dp_rank, stage.pp_rank): stage for stage in progress}
@@ -88,7 +106,19 @@ def mesh_view(
             if member.node not in stage["node"].split(","):
                 stage["node"] = ",".join(filter(None, (stage["node"], member.node)))
             stage["ranks"].extend(_ranks(member.status))
-    return {"epoch": epoch, "stages": list(stages.values())}
+    return {
+        "epoch": max((replica.epoch for replica in replicas), default=0),
+        "replicas": [
+            {
+                "dp_rank": replica.dp_rank,
+                "epoch": replica.epoch,
+                "state": replica.state.value,
+                "doing": replica.doing,
+            }
+            for replica in replicas
+        ],
+        "stages": list(stages.values()),
+    }
 
 
 def _place(placement: StagePlacement) -> tuple[int, int, int]:

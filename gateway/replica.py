@@ -1,20 +1,46 @@
-"""One replica of the model: its stages, its pipeline and the engine that drives them."""
+"""One replica of the model: its stages, its pipeline and the engine that drives them.
+
+    start ─> drive ─> a stage fails ─> recover ─┐
+               ^                                │
+               └────────── a new epoch ─────────┘
+
+A recovery waits until every place is held again and every rank is started, forms the groups
+of a new epoch, and loads what is lost. The engine has kept every request meanwhile, and
+computes them again from its token logs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-
-import grpc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count, pairwise
 
 from gateway.engine.engine import MeshEngine
 from gateway.observer import StageObserver, StepObserver
-from gateway.pipeline.bring_up import LoadedMesh, Stage, form_groups, load
+from gateway.pipeline.bring_up import (
+    LoadedMesh,
+    Stage,
+    form_groups,
+    load,
+    load_again,
+    reset_ranks,
+)
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.pipeline.stage_client import StageClient
+from gateway.recovery import RecoveryLimits, Tripwire, pause_seconds
 from services.control.membership import Member
-from services.errors import StageFailed
+from services.control.service import ControlService
+from services.errors import (
+    ConfigError,
+    PipelineUnavailable,
+    StageFailed,
+    StagemeshError,
+    failure_of,
+)
 from services.mesh_plan import MeshPlan
 from stagemesh.v1 import stage_worker_pb2
 
@@ -23,80 +49,260 @@ log = logging.getLogger("stagemesh.gateway")
 PROGRESS_STEP_PERCENT = 25
 
 
+class ReplicaState(str, Enum):
+    """Where a replica is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    RECOVERING = "recovering"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaHooks:
+    """What a replica needs of the mesh that it is part of."""
+
+    make_engine: Callable[[MeshPipeline, int], MeshEngine]
+    """From the first pipeline and the number of KV blocks."""
+    epochs: Iterator[int]
+    """One counter for the whole mesh."""
+    on_stage_step: StageObserver
+    on_step: StepObserver
+
+
 class Replica:
-    """Comes up once all its workers have joined; makes one engine for each epoch."""
+    """Comes up once all its workers have joined; has one engine for its life, and one pipeline
+    for each epoch."""
 
     def __init__(
         self,
         plan: MeshPlan,
-        members: Sequence[Member],
-        make_engine: Callable[[MeshPipeline, int], MeshEngine],
-        on_stage_step: StageObserver,
-        on_step: StepObserver,
-        on_doing: Callable[[str], None],
-        connect: Callable[[str], grpc.aio.Channel],
+        dp_rank: int,
+        control: ControlService,
+        hooks: ReplicaHooks,
+        limits: RecoveryLimits,
     ) -> None:
-        """`connect` opens a channel to a worker's address; `on_doing` hears in words what the
-        replica waits for, for `/ready`."""
-        self._plan = plan
-        self._members = tuple(members)
-        self._make_engine = make_engine
-        self._on_stage_step = on_stage_step
-        self._on_step = on_step
-        self._on_doing = on_doing
-        self._stages = [
-            Stage(StageClient(connect(m.address), m.address, m.placement.pp_rank), m.placement)
-            for m in members
-        ]
-        self._percent: dict[tuple[int, int], int] = {}
+        self.dp_rank = dp_rank
+        self.state = ReplicaState.STARTING
+        self.doing = "waiting for stage workers"
+        """What it waits for, in words, for `/ready`."""
+        self.epoch = 0
         self.pipeline: MeshPipeline | None = None
         self.engine: MeshEngine | None = None
+        self._plan = plan
+        self._control = control
+        self._hooks = hooks
+        self._limits = limits
+        self._stages: dict[str, Stage] = {}
+        """By the name of their worker."""
+        self._percent: dict[tuple[int, int], int] = {}
+        self._num_blocks = 0
+        self._tripwire = Tripwire()
+        self._retired = False
 
-    async def form_groups(self, epoch: int) -> None:
-        """Forms the groups of all ranks and hears what they have. Raises `StageFailed`."""
-        self._on_doing("stages are forming their groups")
-        await form_groups(self._stages, self._plan.shape, epoch)
+    # Coming up.
+
+    async def form_groups(self) -> None:
+        """Starts a new epoch: every rank is started, and in its groups. Raises `StageFailed`."""
+        await self._renew_stages()
+        self.epoch = next(self._hooks.epochs)
+        stages = tuple(self._stages.values())
+        self.doing = "ranks are starting"
+        await reset_ranks(stages, self.epoch)
+        self.doing = "stages are forming their groups"
+        await form_groups(stages, self._plan.shape, self.epoch)
         await self._hear_status()
 
-    async def load(self, epoch: int) -> LoadedMesh:
-        """Weights and KV cache. Raises `StageFailed` or `ConfigError`."""
-        self._on_doing("stages are loading weights")
+    async def load(self) -> LoadedMesh:
+        """Weights and KV cache, for the first time. Raises `StageFailed` or `ConfigError`."""
+        self.doing = "stages are loading weights"
         loaded = await load(
-            self._stages,
+            tuple(self._stages.values()),
             self._plan.stage_plan,
             needed_blocks=self._plan.blocks_per_sequence,
             wanted_blocks=self._plan.wanted_blocks,
             on_progress=self._report_progress,
         )
-        self.pipeline = MeshPipeline(self._stages, epoch, self._on_stage_step, self._on_step)
-        self.engine = self._make_engine(self.pipeline, loaded.num_blocks)
+        self._num_blocks = loaded.num_blocks
+        self.pipeline = self._new_pipeline()
+        self.engine = self._hooks.make_engine(self.pipeline, loaded.num_blocks)
         await self._hear_status()
+        self.doing = "the engine is starting"
         return loaded
+
+    async def _load_again(self) -> None:
+        self._percent.clear()
+        self.doing = "stages are loading weights"
+        await load_again(
+            tuple(self._stages.values()),
+            self._plan.stage_plan,
+            self._num_blocks,
+            self._report_progress,
+        )
+        await self._hear_status()
+
+    def _new_pipeline(self) -> MeshPipeline:
+        return MeshPipeline(
+            tuple(self._stages.values()),
+            self.epoch,
+            self._hooks.on_stage_step,
+            self._hooks.on_step,
+        )
+
+    @property
+    def _members(self) -> list[Member]:
+        members = self._control.membership.members
+        return [member for member in members if member.placement.dp_rank == self.dp_rank]
+
+    async def _renew_stages(self) -> None:
+        """Keeps the channels to workers that are still there."""
+        members = {member.worker_id: member for member in self._members}
+        for worker_id in self._stages.keys() - members.keys():
+            await self._stages.pop(worker_id).client.close()
+        self._stages = {
+            worker_id: self._stages.get(worker_id) or self._stage_of(member)
+            for worker_id, member in members.items()
+        }
+
+    def _stage_of(self, member: Member) -> Stage:
+        channel = self._control.connect(member.address)
+        pp_rank = member.placement.pp_rank
+        return Stage(StageClient(channel, member.address, pp_rank), member.placement)
 
     async def _hear_status(self) -> None:
         """The last heartbeat may be older than what was just done."""
-        for member, stage in zip(self._members, self._stages, strict=True):
-            member.status.CopyFrom(await stage.client.status())
+        for member in self._members:
+            if (stage := self._stages.get(member.worker_id)) is not None:
+                member.status.CopyFrom(await stage.client.status())
+
+    # Serving.
 
     async def run(self) -> None:
-        """Drives the replica until it fails, which raises; cancel it to stop."""
-        if self.pipeline is None or self.engine is None:
+        """Drives the replica, over failures, until one is for good: that is raised. Cancel it to
+        stop."""
+        if self.engine is None:
             raise StageFailed("a replica was driven before it was brought up")
+        failure: StagemeshError = PipelineUnavailable("the engine has stopped")
+        try:
+            while True:
+                failure = await self._drive(self.engine)
+                if self._retired:
+                    return
+                if self.engine.error is not None or not self._limits.recovers:
+                    raise failure
+                failure = await self._recover(self.engine, failure)
+        except StagemeshError as error:
+            failure = error
+            raise
+        finally:
+            self.state = ReplicaState.FAILED
+            self.engine.fail(failure)
+
+    async def _drive(self, engine: MeshEngine) -> StagemeshError:
+        if self.pipeline is None:
+            raise StageFailed("a replica was driven without a pipeline")
+        self.state, self.doing = ReplicaState.SERVING, ""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.pipeline.run())
-            # The engine ends its requests with the pipeline's failure; here it ends the replica.
-            await self.engine.run()
-            raise self.engine.error or StageFailed("the engine has stopped")
+            streams = tasks.create_task(self.pipeline.run())
+            failure = await engine.run()
+            streams.cancel()
+        return failure
+
+    # Recovering.
+
+    async def _recover(self, engine: MeshEngine, failure: StagemeshError) -> StagemeshError:
+        """Brings the replica up again in a new epoch. Raises where it cannot: `StageFailed` with
+        the first cause, or `ConfigError`."""
+        self.state, self.doing = ReplicaState.RECOVERING, "the stages are being looked at"
+        started_at = time.monotonic()
+        log.error("replica %d failed in epoch %d: %s", self.dp_rank, self.epoch, failure.message)
+        engine.suspend(failure, self._limits.max_attempts)
+        try:
+            async with asyncio.timeout(self._limits.timeout_seconds):
+                await self._attempt_until_up()
+        except TimeoutError:
+            raise StageFailed(
+                f"{failure.message}; the replica could not be brought up again within "
+                f"--recovery-timeout-seconds {self._limits.timeout_seconds:.0f}: {self.doing}"
+            ) from None
+        self.pipeline = self._new_pipeline()
+        replayed = engine.resume(self.pipeline)
+        log.info(
+            "replica %d goes on in epoch %d after %.1f s; %d tokens are computed again",
+            self.dp_rank,
+            self.epoch,
+            time.monotonic() - started_at,
+            replayed,
+        )
+        return PipelineUnavailable("the engine has stopped")
+
+    async def _attempt_until_up(self) -> None:
+        for attempt in count(1):
+            failure = await self._attempt()
+            if failure is None:
+                return
+            if isinstance(failure, ConfigError):
+                raise failure
+            pause = pause_seconds(attempt)
+            log.warning(
+                "replica %d, attempt %d: %s; again in %.1f s",
+                self.dp_rank,
+                attempt,
+                failure.message,
+                pause,
+            )
+            await asyncio.sleep(pause)
+
+    async def _attempt(self) -> StagemeshError | None:
+        """Returns why it has not succeeded; None where it has."""
+        failure: StagemeshError | None = None
+        try:
+            await self._tripwire.run(self._bring_up_again())
+        except* StagemeshError as errors:
+            failure = failure_of(errors)
+        return failure
+
+    async def _bring_up_again(self) -> None:
+        times = [time.monotonic()]
+        await self._control.present(self.dp_rank, self._is_doing)
+        times.append(time.monotonic())
+        await self.form_groups()
+        times.append(time.monotonic())
+        await self._load_again()
+        times.append(time.monotonic())
+        waited, formed, loaded = (b - a for a, b in pairwise(times))
+        log.info(
+            "replica %d is up in epoch %d: workers present after %.1f s, ranks started and groups "
+            "formed after %.1f s, weights loaded after %.1f s",
+            self.dp_rank,
+            self.epoch,
+            waited,
+            formed,
+            loaded,
+        )
+
+    def _is_doing(self, what: str) -> None:
+        self.doing = what
+
+    def stage_failed(self, failure: StageFailed) -> None:
+        """A failure that is seen from outside: of a worker, or in a heartbeat."""
+        if self.state is ReplicaState.SERVING and self.pipeline is not None:
+            self.pipeline.fail(failure)
+        else:
+            self._tripwire.trip(failure)
+
+    # Going down.
 
     async def dismiss_workers(self) -> None:
-        """Tells every worker to leave."""
+        """Tells every worker to leave; their end is no failure."""
+        self._retired = True
         async with asyncio.TaskGroup() as tasks:
-            for stage in self._stages:
+            for stage in self._stages.values():
                 tasks.create_task(stage.client.drain())
 
     async def close(self) -> None:
         """Closes the channels to the workers. No call may follow."""
-        for stage in self._stages:
+        for stage in self._stages.values():
             await stage.client.close()
 
     def _report_progress(self, pp_rank: int, progress: stage_worker_pb2.LoadProgress) -> None:
@@ -104,5 +310,5 @@ class Replica:
         known = self._percent.get((pp_rank, progress.tp_rank), -PROGRESS_STEP_PERCENT)
         if percent - known >= PROGRESS_STEP_PERCENT:
             self._percent[pp_rank, progress.tp_rank] = percent
-            self._on_doing(f"stage {pp_rank} has loaded {percent} % of its weights")
+            self.doing = f"stage {pp_rank} has loaded {percent} % of its weights"
             log.info("stage %d rank %d: %d %% loaded", pp_rank, progress.tp_rank, percent)

@@ -50,6 +50,11 @@ class ServeConfig:
     """Allows a public --master-addr without TLS."""
     join_timeout_seconds: float = 300.0
     """How long the head waits for every stage worker."""
+    max_recovery_attempts: int = 3
+    """Failures in a row, without a new token, that a request survives; with 0 the first failure
+    of a stage ends the mesh."""
+    recovery_timeout_seconds: float = 120.0
+    """How long a replica may take to serve again after a failure; then the mesh ends."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     grpc_port: int = DEFAULT_GRPC_PORT

@@ -31,6 +31,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 ERROR_DOMAIN = "stagemesh"
+ECHO_REASON = "PEER_LOST"
+"""A stage's reason: a neighbour is gone. Rarely the first cause; who has failed says so itself."""
 
 
 class StagemeshError(Exception):

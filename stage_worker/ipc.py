@@ -88,7 +88,7 @@ async def read_event(reader: asyncio.StreamReader) -> rank_pb2.RankEvent | None:
     try:
         header = await reader.readexactly(_LENGTH.size)
         body = await reader.readexactly(_checked_length(header))
-    except (asyncio.IncompleteReadError, ConnectionResetError):
+    except (asyncio.IncompleteReadError, ConnectionError):  # or a write has found it out
         return None
     try:
         return rank_pb2.RankEvent.FromString(body)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from services.errors import StageFailed, StagemeshError
+from services.errors import ECHO_REASON, StageFailed, StagemeshError
 from services.topology.checkpoint import inspect_checkpoint, without_weights
 from services.topology.fingerprint import (
     build_fingerprint,
@@ -104,6 +104,8 @@ class RankLoop:
         self._epoch = 0
         self._last_step_id = 0
         self._failed = False
+        self._agreed: tuple[str, str] | None = None
+        """Path and digest of the plan that was compared with what is here."""
         self._timer = StageTimer()
         self._next: _Ahead | rank_pb2.RankCommand | None = None
         self._waiting: list[step_pb2.StepResult] = []
@@ -135,10 +137,14 @@ class RankLoop:
             error = StageFailed(f"a command of {len(data)} bytes cannot be read")
             self._fail(error, error.reason, None)
             return
-        if command.WhichOneof("command") == "step":
+        kind = command.WhichOneof("command")
+        if kind == "step":
             self._queue.put(self._post(command.step))
-        else:
-            self._queue.put(command)
+            return
+        if kind == "leave_group":
+            # Nobody needs the steps any more that are queued before it.
+            self._failed = True
+        self._queue.put(command)
 
     def _post(self, step: step_pb2.Step) -> QueuedStep:
         """Posts the step's receives before its turn comes, so that the sender never waits."""
@@ -154,7 +160,7 @@ class RankLoop:
                     if step.returns_tokens:
                         tokens = self._plane.post_token_receive(num_sampled)
             except PeerLost as error:
-                self._fail(error, "PEER_LOST", step.step_id)
+                self._fail(error, ECHO_REASON, step.step_id)
             except StagemeshError as error:
                 self._fail(error, error.reason, step.step_id)
         return QueuedStep(step, receive, tokens)
@@ -201,6 +207,8 @@ class RankLoop:
                     self._guard(self._form_group, item.form_group)
                 case "load":
                     self._guard(self._load, item.load)
+                case "leave_group":
+                    self._guard(self._leave_group, item.leave_group)
                 case "stop":
                     return
             # What is no step belongs to none of a step's phases.
@@ -221,7 +229,7 @@ class RankLoop:
         try:
             action(item)
         except PeerLost as error:
-            self._fail(error, "PEER_LOST", step_id)
+            self._fail(error, ECHO_REASON, step_id)
         except StagemeshError as error:
             self._fail(error, error.reason, step_id)
         except Exception as error:
@@ -251,6 +259,14 @@ class RankLoop:
             rank_pb2.RankEvent(store_opened=stage_worker_pb2.OpenStoreResponse(address=address))
         )
 
+    def _leave_group(self, _: rank_pb2.LeaveGroup) -> None:
+        """Neighbours that wait for this rank are free when its connections close, so nothing may
+        hold on to what was posted."""
+        self._failed = True
+        self._returned.clear()
+        self._plane.leave()
+        self._emit(rank_pb2.RankEvent(group_left=rank_pb2.GroupLeft()))
+
     def _form_group(self, request: stage_worker_pb2.FormGroupRequest) -> None:
         shape = shape_from_proto(request.topology)
         self._plane.form(
@@ -274,17 +290,7 @@ class RankLoop:
         )
 
     def _load(self, plan: stage_worker_pb2.StagePlan) -> None:
-        shape = shape_from_proto(plan.topology)
-        path = Path(plan.model_path)
-        needs_weights = self._platform.needs_weights
-        own = build_fingerprint(
-            inspect_checkpoint(path) if needs_weights else without_weights(path),
-            shape,
-            dtype=plan.dtype,
-            block_size=plan.block_size,
-        )
-        rank = f"stage {self._arguments.pp_rank} TP rank {self._arguments.tp_rank}"
-        require_equal(plan.fingerprint, own, worker_name=rank)
+        self._compare(plan)
         if self._runner is None:
             self._runner = StageRunner(
                 plan,
@@ -301,6 +307,26 @@ class RankLoop:
         report.fingerprint_digest = plan.fingerprint.digest
         self._emit(rank_pb2.RankEvent(loaded=report))
 
+    def _compare(self, plan: stage_worker_pb2.StagePlan) -> None:
+        """Compares the plan with what is here. Raises `FingerprintMismatch`.
+
+        Once: after a recovery the same plan comes again, and no file is read for it.
+        """
+        agreed = (plan.model_path, plan.fingerprint.digest)
+        if agreed == self._agreed:
+            return
+        path = Path(plan.model_path)
+        needs_weights = self._platform.needs_weights
+        own = build_fingerprint(
+            inspect_checkpoint(path) if needs_weights else without_weights(path),
+            shape_from_proto(plan.topology),
+            dtype=plan.dtype,
+            block_size=plan.block_size,
+        )
+        rank = f"stage {self._arguments.pp_rank} TP rank {self._arguments.tp_rank}"
+        require_equal(plan.fingerprint, own, worker_name=rank)
+        self._agreed = agreed
+
     def _report_progress(self, loaded_bytes: int, total_bytes: int) -> None:
         progress = stage_worker_pb2.LoadProgress(
             tp_rank=self._arguments.tp_rank, loaded_bytes=loaded_bytes, total_bytes=total_bytes
@@ -309,9 +335,9 @@ class RankLoop:
 
     def _run_step(self, ahead: _Ahead) -> None:
         """Runs one step."""
-        if self._failed:
-            return
         step = ahead.queued.step
+        if self._failed or step.epoch < self._epoch:
+            return  # Whoever sent it knows by now that it is of no use.
         runner = self._runner_for(step, self._last_step_id)
         prepared = ahead.prepared or runner.prepare(step)
         self._timer.enter(Phase.RECEIVE)

@@ -1,8 +1,7 @@
 """A stage worker's handle on one rank process: start, command, watch, stop.
 
-Torch-free. A rank answers commands other than steps in their order, each once: so
-a reply belongs to the oldest command that has none, also where its caller has
-left. Step results and failures go to the `on_result` and `on_failure` callbacks.
+Torch-free. Step results and failures go to the `on_result` and `on_failure` callbacks.
+A process that has failed for good is ended here; a new one is `rank_supervisor`'s to start.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from services.errors import StageFailed
 from services.launch.process import how_it_ended
-from stage_worker import ipc
+from services.launch.silence import SilenceWatch
+from stage_worker import ipc, rank_calls
 from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_calls import Call, OnProgress, RankCalls
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
@@ -32,32 +31,18 @@ START_TIMEOUT_SECONDS = 120.0
 LOAD_TIMEOUT_SECONDS = 1800.0
 """A stage of hundreds of GB from a network file system."""
 STOP_TIMEOUT_SECONDS = 2.0
-FROZEN_AFTER_SECONDS = 2.4
-"""A rank whose heartbeat thread (one a second) is silent for this long is stopped or hung.
-With the second look it is known within 3 s."""
+LEAVE_TIMEOUT_SECONDS = 3.0
+"""For a rank to leave its groups. One that waits for a neighbour which is cut off does not take the
+command, and nothing but its end breaks that wait."""
+COMPUTE_GRACE_SECONDS = 20.0
+"""For one that computes: it takes the command after its step, and keeps its weights."""
 READ_LIMIT_BYTES = ipc.MAX_FRAME_BYTES + 4
-
-CONFIRM_SECONDS = 0.5
-"""After a silence there is a second look: what came while this process did not run
-itself is read until then."""
-OWN_STALL_SECONDS = 0.25
-"""A look that is later than this says that this process did not run."""
-MAX_UNANSWERED_COMMANDS = 16
-"""Callers come one by one; what is above that are commands whose callers have left."""
 RANK_COMMAND = (sys.executable, "-m", "stage_worker.rank_main")
 
-_REPLIES = {"open_store": "store_opened", "form_group": "group_formed", "load": "loaded"}
-"""The event that answers each command."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """A command without a reply yet."""
-
-    answered_by: str
-    reply: asyncio.Future[rank_pb2.RankEvent]
-    """Cancelled where the caller has left."""
-    on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None
+_ENDS_AN_EPOCH = ("leave_group", "form_group")
+_STARTS_ANEW = frozenset(("STEP_FAILED", "RANK_FAILED"))
+"""Failures that nobody foresaw: what they have left behind in a process or on its device is not
+known, so another takes its place. After the others a rank keeps its weights."""
 
 
 class RankProcess:
@@ -79,13 +64,14 @@ class RankProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._hello: asyncio.Future[rank_pb2.RankHello] = asyncio.Future()
         self._one_by_one = asyncio.Lock()
-        self._calls: deque[_Call] = deque()
-        self._heard_at = 0.0
+        self._calls = RankCalls()
         self._alive = rank_pb2.RankAlive()
-        self._suspected = False
-        self._silence: asyncio.TimerHandle | None = None
+        self._silence = SilenceWatch(self._frozen)
         self._stopping = False
-        self._over = asyncio.Event()
+        self._ending = False
+        self._has_loaded = False
+        self.over = asyncio.Event()
+        """Set when the process is gone and its last events are read."""
         self.state = stage_worker_pb2.COMPONENT_STATE_STARTING
         self.epoch = 0
         self.last_step_id = 0
@@ -109,6 +95,11 @@ class RankProcess:
             phase_seconds=self._alive.phase_seconds,
         )
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has failed for good, is being stopped, or is gone."""
+        return self._ending or self._stopping or self.over.is_set()
+
     def _is_up(self) -> bool:
         return self._hello.done() and not self._hello.cancelled() and not self._hello.exception()
 
@@ -122,13 +113,12 @@ class RankProcess:
                 await self._read(reader)
                 await self._ended()
         finally:
-            if self._silence is not None:
-                self._silence.cancel()
+            self._silence.stop()
             if self._writer is None:  # else the socket is the writer's to close
                 ours.close()
             await self._kill()
-            self._give_up(self._error("RANK_FAILED", "has left").message)
-            self._over.set()
+            self._give_up(self._error("RANK_FAILED", "has left"))
+            self.over.set()
 
     async def _start(
         self, ours: socket.socket, theirs: socket.socket
@@ -152,7 +142,7 @@ class RankProcess:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (event := await self._next_event(reader)) is not None:
-            self._heard_at = time.monotonic()
+            self._silence.heard()
             kind = event.WhichOneof("event")
             if kind == "result":
                 self.last_step_id = event.result.step_id
@@ -161,25 +151,29 @@ class RankProcess:
                 self._alive = event.alive
                 self.last_step_id = max(self.last_step_id, event.alive.last_step_id)
             elif kind == "load_progress":
-                if self._calls and (report := self._calls[0].on_progress) is not None:
-                    report(event.load_progress)
+                self._calls.progress(event.load_progress)
             elif kind == "hello" and not self._hello.done():
                 self._hello.set_result(event.hello)
                 # From the first event on there is a heartbeat.
-                self._look_again(FROZEN_AFTER_SECONDS)
+                self._silence.start()
             elif kind == "error":
-                self._fail(event.error)
-            elif self._calls and kind == self._calls[0].answered_by:
-                self._answered(event)
+                self._failed(event.error)
+            elif (call := self._calls.answered(event)) is not None:
+                self._has_answered(call)
 
-    def _answered(self, event: rank_pb2.RankEvent) -> None:
-        call = self._calls.popleft()
-        loads_on = any(other.answered_by == "loaded" for other in self._calls)
-        loading = self.state == stage_worker_pb2.COMPONENT_STATE_LOADING
-        if call.answered_by == "loaded" and loading and not loads_on:
-            self.state = stage_worker_pb2.COMPONENT_STATE_READY
-        if not call.reply.done():  # else nobody waits for it any more
-            call.reply.set_result(event)
+    def _has_answered(self, call: Call) -> None:
+        if call.kind == "load":
+            self._has_loaded = True
+            loading = self.state == stage_worker_pb2.COMPONENT_STATE_LOADING
+            if loading and not self._calls.has("load"):
+                self.state = stage_worker_pb2.COMPONENT_STATE_READY
+        elif call.kind in _ENDS_AN_EPOCH and not self.is_ending:
+            # Whatever had failed in the epoch before.
+            ready, new = (
+                stage_worker_pb2.COMPONENT_STATE_READY,
+                stage_worker_pb2.COMPONENT_STATE_STARTING,
+            )
+            self.state = ready if self._has_loaded else new
 
     async def _next_event(self, reader: asyncio.StreamReader) -> rank_pb2.RankEvent | None:
         try:
@@ -188,33 +182,12 @@ class RankProcess:
             self._fail(self._error("RANK_FAILED", f"sent what is no event ({error})"))
             return None
 
-    def _look_again(self, seconds: float) -> None:
-        due = time.monotonic() + seconds
-        self._silence = asyncio.get_running_loop().call_later(seconds, self._look, due)
-
-    def _look(self, due: float) -> None:
-        """Notices a rank that is there and does not run: stopped, or its interpreter lock held.
-
-        It may also be this process that did not run, and the rank's heartbeats are yet
-        to be read: so it takes a second look, and one that is not late itself.
-        """
-        now = time.monotonic()
-        if now - self._heard_at < FROZEN_AFTER_SECONDS:
-            self._suspected = False
-            self._look_again(self._heard_at + FROZEN_AFTER_SECONDS - now)
-        elif not self._suspected or now - due > OWN_STALL_SECONDS:
-            self._suspected = True
-            self._look_again(CONFIRM_SECONDS)
-        else:
-            how = f"has been silent for {now - self._heard_at:.0f} s"
-            self._fail(self._error("RANK_FROZEN", how))
-            self._stopping = True
-            if self._process is not None and self._process.returncode is None:
-                self._process.kill()  # Its socket closes, which ends the reading.
+    def _frozen(self, seconds: float) -> None:
+        self._fail(self._error("RANK_FROZEN", f"has been silent for {seconds:.0f} s"))
 
     async def _ended(self) -> None:
         """The socket is closed: the process is gone or about to be."""
-        if self._process is None or self._stopping:
+        if self._process is None or self.is_ending:
             return
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_SECONDS)
@@ -235,30 +208,49 @@ class RankProcess:
             epoch=self.epoch,
         )
 
-    def _fail(self, error: step_pb2.StageError) -> None:
+    def _failed(self, error: step_pb2.StageError) -> None:
+        """The rank says that something has failed."""
+        if error.reason in _STARTS_ANEW:
+            self._fail(error)
+            return
+        if error.HasField("step_id"):
+            if self._calls.has(*_ENDS_AN_EPOCH):
+                return  # Of the epoch that it is about to leave.
+        else:
+            self._calls.refused(error)
         self.state = stage_worker_pb2.COMPONENT_STATE_FAILED
-        self._give_up(error.message)
         self._on_failure(error)
 
-    def _give_up(self, message: str) -> None:
+    def _fail(self, error: step_pb2.StageError) -> None:
+        """Ends the process, for a first cause."""
+        if self._ending:
+            return
+        self._ending = True
+        self.state = stage_worker_pb2.COMPONENT_STATE_FAILED
+        self._silence.stop()
+        self._give_up(error)
+        self._on_failure(error)
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()  # Its socket closes, which ends the reading.
+
+    def replace(self, why: str) -> None:
+        """Ends the process so that another takes its place; `why` is what it does, in words."""
+        self._fail(self._error("RANK_FROZEN", why))
+
+    def _give_up(self, error: step_pb2.StageError) -> None:
         """Nobody waits for this rank any longer."""
-        waited_for: list[asyncio.Future[Any]] = [self._hello, *(c.reply for c in self._calls)]
-        self._calls.clear()
-        for waiting in waited_for:
-            if not waiting.done():
-                waiting.set_exception(StageFailed(message))
-                waiting.exception()  # read here too: nobody may be waiting for it
+        rank_calls.fail(self._hello, error)
+        self._calls.give_up(error)
 
     async def started(self) -> rank_pb2.RankHello:
         """Waits until the process has its device. Raises `StageFailed`."""
         try:
             return await asyncio.wait_for(asyncio.shield(self._hello), START_TIMEOUT_SECONDS)
         except TimeoutError:
-            raise StageFailed(
-                self._error(
-                    "RANK_FAILED", f"did not start in {START_TIMEOUT_SECONDS:.0f} s"
-                ).message
-            ) from None
+            error = self._error("RANK_FAILED", f"did not start in {START_TIMEOUT_SECONDS:.0f} s")
+            self._fail(error)
+            raise StageFailed(error.message) from None
 
     async def open_store(self, request: stage_worker_pb2.OpenStoreRequest) -> str:
         """Opens the epoch's store in the rank and returns its address. Raises `StageFailed`."""
@@ -275,39 +267,72 @@ class RankProcess:
     async def load(
         self,
         plan: stage_worker_pb2.StagePlan,
-        on_progress: Callable[[stage_worker_pb2.LoadProgress], None],
+        on_progress: OnProgress,
     ) -> stage_worker_pb2.RankReport:
         """Brings the rank to a plan. Raises `StageFailed`."""
         command = rank_pb2.RankCommand(load=plan)
         return (await self._call(command, LOAD_TIMEOUT_SECONDS, on_progress)).loaded
 
+    async def leave_group(self) -> bool:
+        """Lets the rank leave its groups, after what it was told before. Returns False where it
+        does not take the command. Raises `StageFailed` where it ends."""
+        await self.started()
+        self._refuse_where_over()
+        told_at = time.monotonic()
+        command = rank_pb2.RankCommand(leave_group=rank_pb2.LeaveGroup())
+        earlier_due = self._calls.last_due
+        call = self._tell(command, LEAVE_TIMEOUT_SECONDS)
+        while True:
+            done, _ = await asyncio.wait((call.reply,), timeout=LEAVE_TIMEOUT_SECONDS)
+            if done:
+                call.reply.result()
+                return True
+            now = time.monotonic()
+            computes = self._alive.phase == stage_worker_pb2.RANK_PHASE_COMPUTE
+            may_compute = computes and now - told_at < COMPUTE_GRACE_SECONDS
+            if now > earlier_due and not may_compute:
+                return False
+
     async def _call(
         self,
         command: rank_pb2.RankCommand,
         timeout_seconds: float,
-        on_progress: Callable[[stage_worker_pb2.LoadProgress], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> rank_pb2.RankEvent:
         """One command and its reply; commands of several callers follow each other."""
-        kind = command.WhichOneof("command") or ""
         async with self._one_by_one:
             await self.started()
-            if self.state == stage_worker_pb2.COMPONENT_STATE_FAILED or self._stopping:
-                raise StageFailed(self._error("RANK_FAILED", "has failed or left already").message)
-            if len(self._calls) >= MAX_UNANSWERED_COMMANDS:
-                how = f"has {len(self._calls)} commands to answer before another"
-                raise StageFailed(self._error("RANK_FAILED", how).message)
-            if kind == "load":
-                self.state = stage_worker_pb2.COMPONENT_STATE_LOADING
-            call = _Call(_REPLIES[kind], asyncio.Future(), on_progress)
-            self._calls.append(call)
-            self.send(ipc.encode(command))
+            self._refuse_where_over()
+            call = self._tell(command, timeout_seconds, on_progress)
             try:
                 return await asyncio.wait_for(call.reply, timeout_seconds)
             except TimeoutError:
-                how = f"did not answer {kind} in {timeout_seconds:.0f} s"
-                error = self._error("RANK_FAILED", how)
+                kind = command.WhichOneof("command")
+                error = self._error(
+                    "RANK_FAILED", f"did not answer {kind} in {timeout_seconds:.0f} s"
+                )
                 self._fail(error)
                 raise StageFailed(error.message) from None
+
+    def _refuse_where_over(self) -> None:
+        if self.is_ending:
+            raise StageFailed(self._error("RANK_FAILED", "has failed or left already").message)
+
+    def _tell(
+        self,
+        command: rank_pb2.RankCommand,
+        timeout_seconds: float,
+        on_progress: OnProgress | None = None,
+    ) -> Call:
+        if self._calls.is_full:
+            how = f"has {len(self._calls)} commands to answer before another"
+            raise StageFailed(self._error("RANK_FAILED", how).message)
+        kind = command.WhichOneof("command") or ""
+        if kind == "load":
+            self.state = stage_worker_pb2.COMPONENT_STATE_LOADING
+        call = self._calls.add(kind, timeout_seconds, on_progress)
+        self.send(ipc.encode(command))
+        return call
 
     def send(self, frame: bytes) -> None:
         """Queues one frame for the rank; what waits there is bounded by the steps in flight."""
@@ -323,7 +348,7 @@ class RankProcess:
             self.send(ipc.encode(rank_pb2.RankCommand(stop=rank_pb2.RankStop())))
             with contextlib.suppress(TimeoutError):
                 # Until its last events are read, which is later than its exit.
-                await asyncio.wait_for(self._over.wait(), timeout_seconds)
+                await asyncio.wait_for(self.over.wait(), timeout_seconds)
         await self._kill()
 
     async def _kill(self) -> None:

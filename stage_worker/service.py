@@ -14,10 +14,17 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from services.errors import ConfigError, InvalidRequest, PipelineUnavailable
+from services.errors import (
+    ECHO_REASON,
+    ConfigError,
+    InvalidRequest,
+    PipelineUnavailable,
+    StageFailed,
+)
 from stage_worker import ipc
 from stage_worker.answers import Answers
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
+from stage_worker.rank_supervisor import RankSupervisor
 from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
@@ -52,7 +59,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
     """One stage's ranks on this node, behind `StageWorkerService`."""
 
     def __init__(self) -> None:
-        self.ranks: list[RankProcess] = []
+        self.ranks: list[RankSupervisor] = []
         self.leave = asyncio.Event()
         """Set when the worker has to go; the owner of the service waits for it."""
         self.placed = asyncio.Event()
@@ -64,12 +71,13 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     def on_result(self, tp_rank: int, result: step_pb2.StepResult) -> None:
         """A rank has done a step. Only the first rank of this worker answers for the stage."""
-        if tp_rank == self.ranks[0].tp_rank:
+        if tp_rank == self.ranks[0].process.tp_rank:
             self._answer(stage_worker_pb2.ExecuteResponse(result=result))
 
     def on_failure(self, error: step_pb2.StageError) -> None:
         """A rank has failed. The first error is kept; later ones are mostly its echo."""
-        log.error("%s: %s", error.reason, error.message)
+        level = logging.WARNING if error.reason == ECHO_REASON else logging.ERROR
+        log.log(level, "%s: %s", error.reason, error.message)
         if self._error is None:
             self._error = error
         self._answer(stage_worker_pb2.ExecuteResponse(error=error))
@@ -91,7 +99,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             self._answers.close(instead)
             self._answers = None
 
-    async def _ranks_or_refuse(self) -> list[RankProcess]:
+    async def _ranks_or_refuse(self) -> list[RankSupervisor]:
         if self.leave.is_set():
             raise PipelineUnavailable("this stage worker is leaving the mesh")
         if not self.ranks:
@@ -102,14 +110,43 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             raise PipelineUnavailable("this stage worker has not been given a place yet; try again")
         return self.ranks
 
+    async def _ranks_of_epoch(self) -> list[RankProcess]:
+        """The processes that are in the present epoch: all, or the call is refused."""
+        processes = [rank.process for rank in await self._ranks_or_refuse()]
+        for process in processes:
+            if process.epoch != self._epoch and not process.is_ending:
+                raise StageFailed(
+                    f"the process of TP rank {process.tp_rank} was started after the groups of "
+                    f"epoch {self._epoch} were formed; they must be formed again"
+                )
+        return processes
+
     async def OpenStore(
         self,
         request: stage_worker_pb2.OpenStoreRequest,
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.OpenStoreResponse:
         """Opens the rendezvous store of an epoch in this worker's first rank."""
-        address = await (await self._ranks_or_refuse())[0].open_store(request)
+        address = await (await self._ranks_or_refuse())[0].process.open_store(request)
         return stage_worker_pb2.OpenStoreResponse(address=address)
+
+    async def ResetRanks(
+        self,
+        request: stage_worker_pb2.ResetRanksRequest,
+        context: grpc.aio.ServicerContext,
+    ) -> stage_worker_pb2.ResetRanksResponse:
+        """Brings every rank to where it can join an epoch's groups."""
+        self._refuse_old(request.epoch)
+        self._end_stream()
+        self._error = None
+        async with asyncio.TaskGroup() as tasks:
+            for rank in await self._ranks_or_refuse():
+                tasks.create_task(rank.reset(replace=request.replace))
+        return stage_worker_pb2.ResetRanksResponse()
+
+    def _refuse_old(self, epoch: int) -> None:
+        if epoch <= self._epoch:
+            raise ConfigError(f"epoch {epoch} is not above the present one, {self._epoch}")
 
     async def FormGroup(
         self,
@@ -117,13 +154,13 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.FormGroupResponse:
         """Forms the groups of an epoch on every rank."""
-        if request.epoch <= self._epoch:
-            raise ConfigError(f"epoch {request.epoch} is not above the present one, {self._epoch}")
+        self._refuse_old(request.epoch)
         self._end_stream()
+        self._error = None
         async with asyncio.TaskGroup() as tasks:
             for rank in await self._ranks_or_refuse():
-                tasks.create_task(rank.form_group(request))
-        self._epoch, self._error = request.epoch, None
+                tasks.create_task(rank.process.form_group(request))
+        self._epoch = request.epoch
         return stage_worker_pb2.FormGroupResponse(epoch=request.epoch)
 
     async def Load(
@@ -132,7 +169,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Brings every rank to a plan, with progress, then a report for each rank."""
-        ranks = await self._ranks_or_refuse()
+        ranks = await self._ranks_of_epoch()
         # One entry for each rank is enough: newer progress makes older worthless.
         progress: dict[int, stage_worker_pb2.LoadProgress] = {}
         changed = asyncio.Event()
@@ -163,7 +200,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
         Requests are serialized (see `add_to_server`).
         """
-        ranks = await self._ranks_or_refuse()
+        ranks = await self._ranks_of_epoch()
         if self._answers is not None:
             raise ConfigError(
                 f"the steps of epoch {self._epoch} come over another stream already; a new epoch "
@@ -175,7 +212,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         answers = self._answers = Answers()
         try:
             async with asyncio.TaskGroup() as tasks:
-                forward = tasks.create_task(self._forward(request_iterator, ranks))
+                forward = tasks.create_task(self._forward(request_iterator, ranks, answers))
                 forward.add_done_callback(lambda _: answers.close())
                 async for response in answers:
                     await context.write(response)
@@ -186,8 +223,12 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             if self._answers is answers:
                 self._answers = None
 
-    async def _forward(self, requests: AsyncIterator[bytes], ranks: list[RankProcess]) -> None:
+    async def _forward(
+        self, requests: AsyncIterator[bytes], ranks: list[RankProcess], answers: Answers
+    ) -> None:
         async for request in requests:
+            if self._answers is not answers:
+                return  # Steps of an epoch that is over.
             try:
                 frame = ipc.step_frame(request)
             except ipc.FrameError as error:
@@ -205,7 +246,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     def status(self) -> stage_worker_pb2.StatusResponse:
         """The same for the heartbeat."""
-        ranks = [rank.status() for rank in self.ranks]
+        ranks = [rank.process.status() for rank in self.ranks]
         states = [rank.state for rank in ranks]
         if self.leave.is_set():  # Before the ranks know it.
             states.append(stage_worker_pb2.COMPONENT_STATE_DRAINING)
@@ -213,7 +254,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         return stage_worker_pb2.StatusResponse(
             state=worst or stage_worker_pb2.COMPONENT_STATE_STARTING,
             epoch=self._epoch,
-            last_step_id=min((rank.last_step_id for rank in self.ranks), default=0),
+            last_step_id=min((rank.process.last_step_id for rank in self.ranks), default=0),
             ranks=ranks,
             error=self._error,
         )

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+from functools import partial
 
 import uvloop
 
@@ -32,6 +33,7 @@ from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV
 from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS, RankArguments
 from stage_worker.rank_process import RankProcess
+from stage_worker.rank_supervisor import RankSupervisor
 from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
 from stagemesh.v1 import control_pb2, topology_pb2
 
@@ -169,21 +171,18 @@ def _start_ranks(
     placement, topology = joined.placement, joined.topology
     num_ranks = topology.tp_size * topology.pp_size * topology.dp_size
     for tp_rank, device_index in zip(placement.tp_ranks, placement.device_indices, strict=True):
-        rank = RankProcess(
-            RankArguments(
-                fd=-1,
-                parent_pid=os.getpid(),
-                host=config.host,
-                device=device,
-                device_index=device_index,
-                num_threads=threads_per_rank(num_ranks),
-                pp_rank=placement.pp_rank,
-                tp_rank=tp_rank,
-                step_timeout_seconds=STEP_TIMEOUT_SECONDS,
-            ),
-            worker.on_result,
-            worker.on_failure,
+        arguments = RankArguments(
+            fd=-1,
+            parent_pid=os.getpid(),
+            host=config.host,
+            device=device,
+            device_index=device_index,
+            num_threads=threads_per_rank(num_ranks),
+            pp_rank=placement.pp_rank,
+            tp_rank=tp_rank,
+            step_timeout_seconds=STEP_TIMEOUT_SECONDS,
         )
+        rank = RankSupervisor(partial(RankProcess, arguments, worker.on_result, worker.on_failure))
         worker.ranks.append(rank)
         tasks.create_task(rank.run())
     worker.placed.set()

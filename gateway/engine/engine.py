@@ -7,6 +7,9 @@
 Everything runs on one event loop and waits on events: an idle engine costs
 nothing. All decisions are the scheduler's; this shell owns requests, their
 deadlines and their text.
+
+A pipeline that fails takes no request with it: `suspend` keeps them all, and
+`resume` computes them again on another pipeline, from their token logs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from gateway.engine.admission import MIN_RETRY_AFTER_SECONDS, Admission
 from gateway.engine.detokenizer import Detokenizer
 from gateway.engine.pipeline import Pipeline
 from gateway.engine.scheduled_step import SchedulerLimits, SequenceOutput
@@ -34,14 +38,11 @@ from services.errors import (
     DeadlineExceeded,
     InvalidRequest,
     PipelineUnavailable,
-    Saturated,
+    StageFailed,
     StagemeshError,
+    failure_of,
 )
 
-MIN_RETRY_AFTER_SECONDS = 1.0
-MAX_RETRY_AFTER_SECONDS = 60.0
-DURATION_WEIGHT = 0.1
-"""Weight of the newest request in the mean duration behind Retry-After."""
 DRAIN_RETRY_AFTER_SECONDS = 5.0
 
 
@@ -85,8 +86,9 @@ class MeshEngine:
         self._empty.set()
         self._error: StagemeshError | None = None
         self._running = False
+        self._started = False
         self._draining = False
-        self._mean_duration_seconds = MIN_RETRY_AFTER_SECONDS
+        self._admission = Admission(config.max_waiting, config.limits.max_num_seqs)
 
     # For front doors.
 
@@ -130,22 +132,50 @@ class MeshEngine:
 
     # For the owner.
 
-    async def run(self) -> None:
-        """Drives the pipeline until it fails; then every request ends with that error.
+    async def run(self) -> StagemeshError:
+        """Drives the pipeline until it fails, and returns why; every request is kept.
 
-        Returns after a `StagemeshError` of the pipeline or a call of `fail`; `error` keeps the
-        cause, and the owner decides what follows. Cancel it to stop.
+        The owner decides what follows: `suspend`, then `resume` and another `run`; or `fail`.
+        After a call of `fail` it returns that error. Cancel it to stop.
         """
-        self._running = True
+        self._running = self._started = True
+        failure: StagemeshError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_steps(), name="engine-send")
                 tasks.create_task(self._receive_results(), name="engine-receive")
         except* StagemeshError as group:
-            self.fail(_first_error(group))
+            failure = failure_of(group)
         finally:
             self._running = False
-            self.fail(PipelineUnavailable("the engine has stopped"))
+        if failure is None:
+            raise RuntimeError("the engine's tasks have ended without a failure")
+        return failure
+
+    def suspend(self, failure: StagemeshError, max_attempts: int) -> None:
+        """The pipeline has failed and another will come: requests are kept, and new ones queued.
+
+        One whose work has met `max_attempts` failures before, without a new token since, ends
+        with `StageFailed`: it may be what makes the stages fail.
+        """
+        for sequence in self._scheduler.count_failure():
+            if sequence.num_failures > max_attempts and sequence in self._owners:
+                stream, _ = self._owners[sequence]
+                stream.fail(
+                    StageFailed(
+                        f"the stages have failed {sequence.num_failures} times while they worked "
+                        f"on this request, which is given up; the last cause: {failure.message}"
+                    )
+                )
+                self._close(stream)
+
+    def resume(self, pipeline: Pipeline) -> int:
+        """Goes on with another pipeline, of a later epoch and the same size. `run` must follow.
+        Returns the number of tokens that are computed again."""
+        self._pipeline = pipeline
+        replayed = self._scheduler.restart(pipeline.epoch)
+        self._work.set()
+        return replayed
 
     def fail(self, error: StagemeshError) -> None:
         """Ends everything that waits or runs with `error`, and takes no more requests.
@@ -266,7 +296,7 @@ class MeshEngine:
                 f"the pipeline is down: {self._error.message}",
                 retry_after_seconds=MIN_RETRY_AFTER_SECONDS,
             )
-        if self._draining or not self._running:
+        if self._draining or not self._started:
             raise PipelineUnavailable(
                 "the service is shutting down" if self._draining else "the service is starting",
                 retry_after_seconds=DRAIN_RETRY_AFTER_SECONDS,
@@ -276,7 +306,7 @@ class MeshEngine:
         if request.deadline is not None and request.deadline <= self._now():
             raise DeadlineExceeded("the request's deadline passed before it was queued")
         self._scheduler.check(len(request.prompt_token_ids), request.stop.max_tokens)
-        self._refuse_when_full(request.n)
+        self._admission.check(request.n, self._scheduler.num_waiting, self._scheduler.num_running)
         stream = RequestStream(request, self._make_choices(request), self._now)
         for choice in stream.choices:
             self._scheduler.add(choice.sequence)
@@ -307,20 +337,6 @@ class MeshEngine:
             for index in range(request.n)
         ]
 
-    def _refuse_when_full(self, num_new: int) -> None:
-        waiting = self._scheduler.num_waiting
-        free_slots = self._config.limits.max_num_seqs - self._scheduler.num_running
-        most = self._config.max_waiting + free_slots
-        if waiting + num_new <= most:
-            return
-        rounds = (waiting + num_new) / self._config.limits.max_num_seqs
-        seconds = rounds * self._mean_duration_seconds
-        raise Saturated(
-            f"{waiting} sequences wait already and {num_new} more are over the limit of "
-            f"{self._config.max_waiting} (--max-queued-requests): try again later",
-            retry_after_seconds=min(max(seconds, MIN_RETRY_AFTER_SECONDS), MAX_RETRY_AFTER_SECONDS),
-        )
-
     def _expire(self, stream: RequestStream) -> None:
         stream.fail(DeadlineExceeded("the request's deadline passed before its answer was done"))
         self._close(stream)
@@ -336,9 +352,7 @@ class MeshEngine:
             if self._owners.pop(choice.sequence, None) is not None:
                 self._scheduler.abort(choice.sequence)
         timings = stream.timings()
-        self._mean_duration_seconds += DURATION_WEIGHT * (
-            timings.total_seconds - self._mean_duration_seconds
-        )
+        self._admission.finished(timings.total_seconds)
         if not self._streams:
             self._empty.set()
         self._work.set()  # Slots and blocks may be there for others now.
@@ -347,12 +361,3 @@ class MeshEngine:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _first_error(group: BaseExceptionGroup[StagemeshError]) -> StagemeshError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, StagemeshError):
-        raise TypeError("a group of Stagemesh errors holds something else")
-    return error

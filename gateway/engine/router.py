@@ -8,7 +8,7 @@ earlier prompts; it gives way when it would make one replica much busier.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 AFFINITY_TOKENS = 64
 """Prompts that share this many first tokens count as beginning alike; shorter ones have
@@ -30,15 +30,22 @@ class ReplicaRouter:
         """Sequences that each replica has taken and not finished."""
         return tuple(self._outstanding)
 
-    def take(self, prompt_token_ids: Sequence[int], num_sequences: int) -> int:
-        """Chooses a replica for a request and counts it there, until `give_back`."""
-        least = min(range(len(self._outstanding)), key=self._outstanding.__getitem__)
+    def take(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_sequences: int,
+        serving: Collection[int] | None = None,
+    ) -> int:
+        """Chooses a replica for a request and counts it there, until `give_back`: one of those
+        `serving`, where there are any."""
+        usable = serving or range(len(self._outstanding))
+        least = min(usable, key=self._outstanding.__getitem__)
         chosen = least
         if len(prompt_token_ids) >= AFFINITY_TOKENS:
             prefix = tuple(prompt_token_ids[:AFFINITY_TOKENS])
             preferred = self._seen_by.pop(prefix, least)
             ahead = self._outstanding[preferred] - self._outstanding[least]
-            if ahead <= AFFINITY_SLACK:
+            if ahead <= AFFINITY_SLACK and preferred in usable:
                 chosen = preferred
             self._seen_by[prefix] = chosen
             if len(self._seen_by) > MAX_REMEMBERED_PREFIXES:

@@ -139,11 +139,21 @@ class Scheduler:
         sequence.stop_reason = stop_reason
         self._end(sequence)
 
-    def restart(self, epoch: int) -> None:
+    def count_failure(self) -> list[Sequence]:
+        """The stages have failed: counts it for every sequence that was at work on them, and
+        returns those."""
+        at_work = [sequence for sequence in self._running if sequence.rows_in_flight]
+        for sequence in at_work:
+            sequence.num_failures += 1
+        return at_work
+
+    def restart(self, epoch: int) -> int:
         """Forgets what the stages hold: every sequence is computed again from its log.
 
-        Step ids start at 1 again. Results of the epoch before are ignored.
+        Step ids start at 1 again. Results of the epoch before are ignored. Returns the number of
+        tokens that the stages had been sent and will be sent again.
         """
+        replayed = sum(sequence.num_scheduled_tokens for sequence in self._running)
         for sequence in list(self._running):
             self._vacate(sequence)
             self._requeue(sequence)
@@ -152,6 +162,7 @@ class Scheduler:
             sequence.rows_in_flight = 0
             sequence.last_step_id = 0
         self._start_epoch(epoch)
+        return replayed
 
     def schedule(self) -> ScheduledStep | None:
         """Makes the next step, or None while there is nothing to send.

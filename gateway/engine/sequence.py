@@ -45,6 +45,7 @@ class Sequence:
         "finish_reason",
         "last_step_id",
         "num_cached_tokens",
+        "num_failures",
         "num_registered_blocks",
         "num_scheduled_tokens",
         "num_sent_blocks",
@@ -101,6 +102,8 @@ class Sequence:
         """Of the log's full blocks, as far as they were needed; no life changes them."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when it first ran; None before."""
+        self.num_failures = 0
+        """Failures of the stages in a row that met it at work, without a new token in between."""
         self.rows_in_flight = 0
         """Rows sent whose step is not done, of this and of earlier lives."""
         self.last_step_id = 0
@@ -131,6 +134,7 @@ class Sequence:
         Sets `finish_reason`, and `stop_reason` to the token id that stopped it.
         """
         self.token_ids.append(token_id)
+        self.num_failures = 0
         stop = self.stop
         if token_id in stop.stop_token_ids:
             self.finish_reason = FinishReason.STOP

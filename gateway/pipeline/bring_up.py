@@ -1,7 +1,9 @@
 """From joined workers to a pipeline that can run steps.
 
-Groups are formed, weights are loaded on all stages at once, the number of KV
-blocks is the least that any rank has room for, and that number is allocated.
+Ranks are brought to where they are in no group, groups are formed, weights are loaded on
+all stages at once, the number of KV blocks is the least that any rank has room for, and
+that number is allocated. After a failure the same calls bring back what is lost: a stage
+that has its weights keeps them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,13 @@ class LoadedMesh:
     """Over all ranks."""
 
 
+async def reset_ranks(stages: Sequence[Stage], epoch: int) -> None:
+    """Waits until every rank is started and in no group. Raises `StageFailed`."""
+    async with asyncio.TaskGroup() as tasks:
+        for stage in stages:
+            tasks.create_task(stage.client.reset_ranks(epoch))
+
+
 async def form_groups(stages: Sequence[Stage], shape: MeshShape, epoch: int) -> None:
     """Forms the collective groups of an epoch. Raises `StageFailed`."""
     first = next(s for s in stages if s.placement.pp_rank == 0 and 0 in s.placement.tp_ranks)
@@ -77,6 +86,19 @@ async def load(
             param="--max-model-len",
         )
     num_blocks = min(least, wanted_blocks)
+    allocated = await load_again(stages, plan, num_blocks, on_progress)
+    weight_bytes = sum(report.weight_bytes for _, report in allocated)
+    return LoadedMesh(num_blocks, possible, weight_bytes)
+
+
+async def load_again(
+    stages: Sequence[Stage],
+    plan: stage_worker_pb2.StagePlan,
+    num_blocks: int,
+    on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+) -> list[tuple[int, stage_worker_pb2.RankReport]]:
+    """Loads what is missing of a plan whose number of blocks is known, and checks that all ranks
+    agree. Raises `StageFailed` or `ConfigError`."""
     allocated = await _load_all(stages, plan, num_blocks, on_progress)
     _check_agreement(plan, allocated)
     for pp_rank, report in allocated:
@@ -85,7 +107,7 @@ async def load(
                 f"stage {pp_rank} TP rank {report.tp_rank} allocated {report.num_blocks} KV blocks "
                 f"where {num_blocks} were planned"
             )
-    return LoadedMesh(num_blocks, possible, sum(report.weight_bytes for _, report in reports))
+    return allocated
 
 
 def _remedy(

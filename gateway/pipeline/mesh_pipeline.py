@@ -23,8 +23,7 @@ from services.control.progress import (
     explain_progress,
     furthest_behind,
 )
-from services.control.service import ECHO_REASON
-from services.errors import StageFailed
+from services.errors import ECHO_REASON, StageFailed
 from stagemesh.v1 import stage_worker_pb2, step_pb2
 
 FIRST_CAUSE_WAIT_SECONDS = 1.0
@@ -54,7 +53,7 @@ class MeshPipeline:
         self._on_step = on_step
         self._sent_at = deque[float]()
         """Of each step without a result, by `loop.time()`."""
-        self._unsent = tuple(asyncio.Queue[bytes](MAX_UNSENT_STEPS) for _ in self._stages)
+        self._unsent = tuple(asyncio.Queue[bytes | None](MAX_UNSENT_STEPS) for _ in self._stages)
         self._results = asyncio.Queue[step_pb2.StepResult | StageFailed](MAX_UNREAD_RESULTS)
         self._failure: StageFailed | None = None
         self._failed = asyncio.Event()
@@ -116,7 +115,7 @@ class MeshPipeline:
         """How far every stage is now."""
         return self._progress.stages(asyncio.get_running_loop().time())
 
-    async def _read(self, stage: Stage, queue: asyncio.Queue[bytes]) -> None:
+    async def _read(self, stage: Stage, queue: asyncio.Queue[bytes | None]) -> None:
         pp_rank = stage.placement.pp_rank
         first_of_stage = stage.placement.tp_ranks[0] == 0
         loop = asyncio.get_running_loop()
@@ -140,6 +139,7 @@ class MeshPipeline:
             self.fail(StageFailed(f"stage {pp_rank} at {stage.client.address} has left the mesh"))
         finally:
             call.cancel()
+            _end(queue)
 
     async def _failed_on(self, error: step_pb2.StageError) -> None:
         failure = StageFailed(f"stage {error.pp_rank} failed ({error.reason}): {error.message}")
@@ -168,6 +168,13 @@ def results_of(result: step_pb2.StepResult) -> list[step_pb2.StepResult]:
     return [*earlier, result]
 
 
-async def _drain(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
-    while True:
-        yield await queue.get()
+async def _drain(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
+    while (request := await queue.get()) is not None:
+        yield request
+
+
+def _end(queue: asyncio.Queue[bytes | None]) -> None:
+    """Lets `_drain` return: gRPC does not end the iterator of a call that is over."""
+    while not queue.empty():
+        queue.get_nowait()
+    queue.put_nowait(None)

@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from services.errors import StageFailed
+from services.errors import ConfigError, StageFailed
 from services.rpc.errors import error_from_rpc
 from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, topology_pb2
 
 RANKS_START_TIMEOUT_SECONDS = 120.0
 LOAD_TIMEOUT_SECONDS = 1800.0
 CALL_TIMEOUT_SECONDS = 5.0
-FORM_TIMEOUT_SECONDS = 30.0
+FORM_TIMEOUT_SECONDS = 15.0
+"""For ranks that are all started. A rank that waits for one that has died meanwhile is not free
+before."""
 
 _EXECUTE = "/stagemesh.v1.StageWorkerService/Execute"
 
@@ -42,11 +44,20 @@ class StageClient:
             f"with {error.code().name} ({error.details()})"
         )
 
+    async def reset_ranks(self, epoch: int, *, replace: bool = False) -> None:
+        """Brings the stage's ranks to where they can join an epoch; see the RPC. Raises
+        `StageFailed`."""
+        request = stage_worker_pb2.ResetRanksRequest(epoch=epoch, replace=replace)
+        try:
+            await self._stub.ResetRanks(request, timeout=RANKS_START_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise self.failed("starting its ranks", error) from None
+
     async def open_store(self, epoch: int) -> str:
         """Lets the stage's first rank open the epoch's store. Raises `StageFailed`."""
         request = stage_worker_pb2.OpenStoreRequest(epoch=epoch)
         try:
-            response = await self._stub.OpenStore(request, timeout=RANKS_START_TIMEOUT_SECONDS)
+            response = await self._stub.OpenStore(request, timeout=CALL_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self.failed("opening the store", error) from None
         return str(response.address)
@@ -61,7 +72,8 @@ class StageClient:
             topology=topology,
             timeout_seconds=FORM_TIMEOUT_SECONDS,
         )
-        timeout = RANKS_START_TIMEOUT_SECONDS + FORM_TIMEOUT_SECONDS
+        # The ranks' own error says more than ours.
+        timeout = FORM_TIMEOUT_SECONDS + CALL_TIMEOUT_SECONDS
         try:
             await self._stub.FormGroup(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -72,7 +84,8 @@ class StageClient:
         plan: stage_worker_pb2.StagePlan,
         on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
     ) -> list[stage_worker_pb2.RankReport]:
-        """Brings the stage to a plan. Raises `StageFailed`."""
+        """Brings the stage to a plan. Raises `StageFailed`, or `ConfigError` for a plan that the
+        stage will never reach."""
         reports: list[stage_worker_pb2.RankReport] = []
         call = self._stub.Load(
             stage_worker_pb2.LoadRequest(plan=plan), timeout=LOAD_TIMEOUT_SECONDS
@@ -84,7 +97,10 @@ class StageClient:
                 else:
                     reports.append(response.report)
         except grpc.aio.AioRpcError as error:
-            raise self.failed("loading", error) from None
+            failure = self.failed("loading", error)
+            if isinstance(cause := error_from_rpc(error), ConfigError):
+                raise ConfigError(failure.message, param=cause.param) from None
+            raise failure from None
         return reports
 
     def execute(

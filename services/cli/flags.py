@@ -146,6 +146,23 @@ SERVE_GROUPS = (
     ),
     FlagGroup("security (docs/security.md)", TLS_FLAGS),
     FlagGroup(
+        "recovery",
+        (
+            Flag(
+                ("--max-recovery-attempts",),
+                values.natural_integer,
+                "failures of the stages in a row that a request survives without a new token "
+                "(default: 3); 0 ends the mesh with the first failure (docs/recovery.md)",
+            ),
+            Flag(
+                ("--recovery-timeout-seconds",),
+                values.positive_seconds,
+                "how long stages may take to come back after a failure (default: 120)",
+                metavar="SECONDS",
+            ),
+        ),
+    ),
+    FlagGroup(
         "front doors",
         (
             Flag(("--host",), values.text, "address to listen on", metavar="HOST"),

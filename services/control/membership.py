@@ -2,6 +2,8 @@
 
 No I/O and no clock of its own: callers pass the time. One worker holds one
 stage; the table says who may join, who is missing and who has gone silent.
+A worker that is gone loses its place when another asks for it, and is sent away
+should it wake up after that.
 """
 
 from __future__ import annotations
@@ -92,6 +94,37 @@ class Membership:
         """The places that nobody holds, in words."""
         return tuple(map(self._words, sorted(self._placements.keys() - self._members)))
 
+    def absent(self, dp_rank: int, now: float) -> tuple[str, ...]:
+        """The places of a replica that nobody holds who is heard of, in words."""
+        present = {
+            place
+            for place, member in self._members.items()
+            if now - member.heard_at <= MEMBER_TIMEOUT_SECONDS
+        }
+        absent = sorted(self._placements.keys() - present)
+        return tuple(self._words(place) for place in absent if place[0] == dp_rank)
+
+    def in_the_way(self, request: control_pb2.JoinRequest, now: float) -> tuple[Member, ...]:
+        """Who holds what a worker asks for, as far as anybody knows. Where one of them is gone,
+        `forget` makes room."""
+        self._forget_gone(request, now)
+        if request.HasField("wanted"):
+            holder = self._members.get(_wanted(request.wanted))
+            return () if holder is None else (holder,)
+        return self.members if self.complete else ()
+
+    def member(self, worker_id: str) -> Member | None:
+        """A member by its name."""
+        found = (m for m in self._members.values() if m.worker_id == worker_id)
+        return next(found, None)
+
+    def forget(self, worker_id: str) -> Member | None:
+        """A worker is known to be gone: its place is free. Returns the member that it was."""
+        for place, member in self._members.items():
+            if member.worker_id == worker_id:
+                return self._members.pop(place)
+        return None
+
     def join(self, request: control_pb2.JoinRequest, now: float) -> control_pb2.JoinResponse:
         """Gives a worker its place. Raises `JoinRefused` and changes nothing when it cannot."""
         require_equal(
@@ -152,8 +185,7 @@ class Membership:
             member.heard_at = max(member.heard_at, now)
 
     def _wanted_place(self, request: control_pb2.JoinRequest, now: float) -> tuple[int, int, int]:
-        if not self.complete:
-            self._forget_gone(request, now)
+        self._forget_gone(request, now)
         free = sorted(self._placements.keys() - self._members)
         if not request.HasField("wanted"):
             if free:
@@ -162,8 +194,7 @@ class Membership:
                 f"{_who(request)} is one too many: all {len(self._placements)} places of this "
                 "mesh are taken"
             )
-        wanted = request.wanted
-        place = (wanted.dp_rank, wanted.pp_rank, wanted.tp_ranks[0] if wanted.tp_ranks else 0)
+        place = _wanted(request.wanted)
         if place not in self._placements:
             raise JoinRefused(
                 f"{_who(request)} wants {self._words(place)}, and this mesh has stages 0 to "
@@ -180,8 +211,8 @@ class Membership:
         )
 
     def _forget_gone(self, request: control_pb2.JoinRequest, now: float) -> None:
-        """Before the mesh runs, the place of a worker that has gone silent is free again, and so
-        is that of one that asks a second time because it did not hear the answer."""
+        """The place of a worker that has gone silent is free again, and so is that of one that asks
+        a second time because it did not hear the answer."""
         for place, member in list(self._members.items()):
             same = (member.address, member.pid) == (request.address, request.pid)
             if same or now - member.heard_at > MEMBER_TIMEOUT_SECONDS:
@@ -207,7 +238,8 @@ class Membership:
                 member.status.CopyFrom(request.status)
                 return control_pb2.HeartbeatResponse()
         return control_pb2.HeartbeatResponse(
-            leave=True, leave_reason=f"{request.worker_id} is not a member of this mesh"
+            leave=True,
+            leave_reason=f"{request.worker_id} is no member of this mesh, or is one no more",
         )
 
     def silent(self, now: float) -> tuple[Member, ...]:
@@ -219,6 +251,10 @@ class Membership:
 
 def _place(placement: StagePlacement) -> tuple[int, int, int]:
     return (placement.dp_rank, placement.pp_rank, placement.tp_ranks[0])
+
+
+def _wanted(wanted: topology_pb2.Placement) -> tuple[int, int, int]:
+    return (wanted.dp_rank, wanted.pp_rank, wanted.tp_ranks[0] if wanted.tp_ranks else 0)
 
 
 def _who(request: control_pb2.JoinRequest) -> str:

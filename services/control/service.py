@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 
 from services.control.diagnosis import MeshState, diagnose, echo
-from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
+from services.control.membership import MEMBER_TIMEOUT_SECONDS, Member, Membership
 from services.control.server import DoctorCalls
 from services.control.worker_reports import WorkerReports
-from services.errors import JoinRefused, StageFailed
+from services.errors import JoinRefused, PipelineUnavailable, StageFailed
 from services.models.content_hash import ContentHash
 from services.rpc.channel import create_channel
 from services.rpc.tls import TlsFiles
-from stagemesh.v1 import control_pb2, control_pb2_grpc
+from stagemesh.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    stage_worker_pb2,
+    stage_worker_pb2_grpc,
+    step_pb2,
+)
 
 log = logging.getLogger("stagemesh.control")
 
-ECHO_REASON = "PEER_LOST"
-"""What a rank reports whose neighbour is gone."""
+HOLDER_TIMEOUT_SECONDS = 1.0
+"""For the holder of a place that another asks for: below the time that a join may take."""
 LOOK_INTERVAL_SECONDS = 0.5
 OWN_STALL_SECONDS = 0.5
 """A timer that is later than this says that the event loop did not run, for whatever reason."""
+
+
+class MemberListener(Protocol):
+    """Hears of members of a mesh that runs. Must not raise."""
+
+    def on_member_lost(self, member: Member, why: str) -> None:
+        """A member is silent or gone; `why` is a whole message."""
+        ...
+
+    def on_stage_error(self, member: Member, error: step_pb2.StageError) -> None:
+        """A member says that a stage has failed; said again with every heartbeat."""
+        ...
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
@@ -37,8 +56,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self.membership = membership
         self._tls = tls
         self._changed = asyncio.Event()
-        self._failed = asyncio.Event()
-        self._failure = ""
+        self._listener: MemberListener | None = None
         self._mesh: MeshState | None = None
         self._weights: ContentHash | None = None
         self._workers = WorkerReports(self.connect)
@@ -63,9 +81,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.JoinRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.JoinResponse:
         """A worker offers itself."""
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        for holder in self.membership.in_the_way(request, loop.time()):
+            if await self._is_gone(holder):
+                self.lost(holder, f"another takes its place: {request.address}")
         try:
-            response = self.membership.join(request, now)
+            response = self.membership.join(request, loop.time())
         except JoinRefused as refusal:
             log.warning("join refused: %s", refusal.message)
             raise
@@ -85,12 +106,35 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.HeartbeatResponse:
         """A worker lives, or says that it has failed."""
         response = self.membership.heartbeat(request, asyncio.get_running_loop().time())
-        error = request.status.error
-        # A lost neighbour is an echo; who has failed says so itself.
-        if not response.leave and error.reason not in ("", ECHO_REASON):
-            self._failure = f"stage {error.pp_rank} failed: {error.message}"
-            self._failed.set()
+        member = self.membership.member(request.worker_id)
+        if member is not None and request.status.HasField("error") and self._listener is not None:
+            self._listener.on_stage_error(member, request.status.error)
+        # Whoever waits for somebody silent looks again.
+        self._changed.set()
         return response
+
+    async def _is_gone(self, holder: Member) -> bool:
+        """Whether nobody answers at a holder's address. Raises `PipelineUnavailable`, at which the
+        asking worker tries again, where it is there and does not answer: stopped, or busy."""
+        channel = self.connect(holder.address)
+        try:
+            stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
+            await stub.Status(stage_worker_pb2.StatusRequest(), timeout=HOLDER_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                return True
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise PipelineUnavailable(
+                    f"the place is held by {describe(holder)}, which does not answer; ask again"
+                ) from None
+        finally:
+            await channel.close()
+        return False
+
+    def lost(self, member: Member, why: str) -> None:
+        """A member is known to be gone; its place is free."""
+        if self.membership.forget(member.worker_id) is not None and self._listener is not None:
+            self._listener.on_member_lost(member, f"{describe(member)} is gone: {why}")
 
     async def Diagnose(
         self, request: control_pb2.DiagnoseRequest, context: grpc.aio.ServicerContext
@@ -128,14 +172,22 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 f"{', '.join(self.membership.missing())}; joined: {joined}. Their log lines say why"
             ) from None
 
-    async def watch(self) -> None:
-        """Runs until a member fails or goes silent, and then raises `StageFailed` naming it."""
+    async def present(self, dp_rank: int, on_waiting: Callable[[str], None]) -> None:
+        """Waits until every place of a replica is held by a worker that is heard of.
+        `on_waiting` hears for whom."""
+        loop = asyncio.get_running_loop()
+        while absent := self.membership.absent(dp_rank, loop.time()):
+            on_waiting(f"waiting for the worker of {', '.join(absent)} to come back")
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def watch(self, listener: MemberListener) -> None:
+        """Tells of members that fail or go silent, each time once; runs until cancelled."""
+        self._listener = listener
+        known: set[str] = set()
         looked_at = time.monotonic()
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._failed.wait(), LOOK_INTERVAL_SECONDS)
-            if self._failed.is_set():
-                raise StageFailed(self._failure)
+            await asyncio.sleep(LOOK_INTERVAL_SECONDS)
             stood_still = time.monotonic() - looked_at - LOOK_INTERVAL_SECONDS
             looked_at = time.monotonic()
             now = asyncio.get_running_loop().time()
@@ -143,9 +195,20 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 # It was this process that did not run; their heartbeats are yet to be read.
                 log.warning("this process stood still for %.1f s", stood_still)
                 self.membership.forgive(now)
-            for member in self.membership.silent(now):
-                raise StageFailed(
-                    f"the worker of stage {member.placement.pp_rank} ({member.address}, pid "
-                    f"{member.pid} on {member.node}) has been silent for more than "
-                    f"{MEMBER_TIMEOUT_SECONDS:.0f} s: it is stopped, hung or cut off"
-                )
+            silent = self.membership.silent(now)
+            for member in silent:
+                if member.worker_id not in known:
+                    listener.on_member_lost(
+                        member,
+                        f"{describe(member)} has been silent for more than "
+                        f"{MEMBER_TIMEOUT_SECONDS:.0f} s: it is stopped, hung or cut off",
+                    )
+            known = {member.worker_id for member in silent}
+
+
+def describe(member: Member) -> str:
+    """A member for a message."""
+    return (
+        f"the worker of stage {member.placement.pp_rank} ({member.address}, pid {member.pid} on "
+        f"{member.node})"
+    )

@@ -51,6 +51,7 @@ ROLES_OF_METHOD: Mapping[str, frozenset[Role]] = {
     "/stagemesh.v1.ControlService/Heartbeat": _STAGE_WORKER,
     "/stagemesh.v1.ControlService/Diagnose": _OPERATOR,
     "/stagemesh.v1.ControlService/Echo": _OPERATOR,
+    "/stagemesh.v1.StageWorkerService/ResetRanks": _GATEWAY,
     "/stagemesh.v1.StageWorkerService/OpenStore": _GATEWAY,
     "/stagemesh.v1.StageWorkerService/FormGroup": _GATEWAY,
     "/stagemesh.v1.StageWorkerService/Load": _GATEWAY,

@@ -9,20 +9,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCommand(_message.Message):
-    __slots__ = ("step", "open_store", "form_group", "load", "stop")
+    __slots__ = ("step", "open_store", "form_group", "load", "stop", "leave_group")
     STEP_FIELD_NUMBER: _ClassVar[int]
     OPEN_STORE_FIELD_NUMBER: _ClassVar[int]
     FORM_GROUP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
     step: _step_pb2.Step
     open_store: _stage_worker_pb2.OpenStoreRequest
     form_group: _stage_worker_pb2.FormGroupRequest
     load: _stage_worker_pb2.StagePlan
     stop: RankStop
-    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., open_store: _Optional[_Union[_stage_worker_pb2.OpenStoreRequest, _Mapping]] = ..., form_group: _Optional[_Union[_stage_worker_pb2.FormGroupRequest, _Mapping]] = ..., load: _Optional[_Union[_stage_worker_pb2.StagePlan, _Mapping]] = ..., stop: _Optional[_Union[RankStop, _Mapping]] = ...) -> None: ...
+    leave_group: LeaveGroup
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., open_store: _Optional[_Union[_stage_worker_pb2.OpenStoreRequest, _Mapping]] = ..., form_group: _Optional[_Union[_stage_worker_pb2.FormGroupRequest, _Mapping]] = ..., load: _Optional[_Union[_stage_worker_pb2.StagePlan, _Mapping]] = ..., stop: _Optional[_Union[RankStop, _Mapping]] = ..., leave_group: _Optional[_Union[LeaveGroup, _Mapping]] = ...) -> None: ...
 
 class RankStop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveGroup(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GroupLeft(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -51,7 +61,7 @@ class RankAlive(_message.Message):
     def __init__(self, last_step_id: _Optional[int] = ..., memory_peak_bytes: _Optional[int] = ..., phase: _Optional[_Union[_stage_worker_pb2.RankPhase, str]] = ..., phase_seconds: _Optional[float] = ...) -> None: ...
 
 class RankEvent(_message.Message):
-    __slots__ = ("hello", "store_opened", "group_formed", "load_progress", "loaded", "result", "error", "alive")
+    __slots__ = ("hello", "store_opened", "group_formed", "load_progress", "loaded", "result", "error", "alive", "group_left")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STORE_OPENED_FIELD_NUMBER: _ClassVar[int]
     GROUP_FORMED_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +70,7 @@ class RankEvent(_message.Message):
     RESULT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_LEFT_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     store_opened: _stage_worker_pb2.OpenStoreResponse
     group_formed: _stage_worker_pb2.FormGroupResponse
@@ -68,4 +79,5 @@ class RankEvent(_message.Message):
     result: _step_pb2.StepResult
     error: _step_pb2.StageError
     alive: RankAlive
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., store_opened: _Optional[_Union[_stage_worker_pb2.OpenStoreResponse, _Mapping]] = ..., group_formed: _Optional[_Union[_stage_worker_pb2.FormGroupResponse, _Mapping]] = ..., load_progress: _Optional[_Union[_stage_worker_pb2.LoadProgress, _Mapping]] = ..., loaded: _Optional[_Union[_stage_worker_pb2.RankReport, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ..., alive: _Optional[_Union[RankAlive, _Mapping]] = ...) -> None: ...
+    group_left: GroupLeft
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., store_opened: _Optional[_Union[_stage_worker_pb2.OpenStoreResponse, _Mapping]] = ..., group_formed: _Optional[_Union[_stage_worker_pb2.FormGroupResponse, _Mapping]] = ..., load_progress: _Optional[_Union[_stage_worker_pb2.LoadProgress, _Mapping]] = ..., loaded: _Optional[_Union[_stage_worker_pb2.RankReport, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ..., alive: _Optional[_Union[RankAlive, _Mapping]] = ..., group_left: _Optional[_Union[GroupLeft, _Mapping]] = ...) -> None: ...

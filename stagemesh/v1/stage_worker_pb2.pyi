@@ -49,6 +49,18 @@ class OpenStoreResponse(_message.Message):
     address: str
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
+class ResetRanksRequest(_message.Message):
+    __slots__ = ("epoch", "replace")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    replace: bool
+    def __init__(self, epoch: _Optional[int] = ..., replace: _Optional[bool] = ...) -> None: ...
+
+class ResetRanksResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FormGroupRequest(_message.Message):
     __slots__ = ("epoch", "store_address", "topology", "timeout_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -40,6 +40,11 @@ class StageWorkerServiceStub:
                 request_serializer=stagemesh_dot_v1_dot_stage__worker__pb2.OpenStoreRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_stage__worker__pb2.OpenStoreResponse.FromString,
                 _registered_method=True)
+        self.ResetRanks = channel.unary_unary(
+                '/stagemesh.v1.StageWorkerService/ResetRanks',
+                request_serializer=stagemesh_dot_v1_dot_stage__worker__pb2.ResetRanksRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_stage__worker__pb2.ResetRanksResponse.FromString,
+                _registered_method=True)
         self.FormGroup = channel.unary_unary(
                 '/stagemesh.v1.StageWorkerService/FormGroup',
                 request_serializer=stagemesh_dot_v1_dot_stage__worker__pb2.FormGroupRequest.SerializeToString,
@@ -73,6 +78,15 @@ class StageWorkerServiceServicer:
 
     def OpenStore(self, request, context):
         """Opens the rendezvous store of an epoch in this worker's first rank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetRanks(self, request, context):
+        """Brings every rank to where it can join an epoch's groups: the step stream ends, groups of
+        earlier epochs are left, and a rank that has failed or does not answer is replaced by a new
+        process. Returns when all ranks are started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +134,11 @@ def add_StageWorkerServiceServicer_to_server(servicer, server):
                     servicer.OpenStore,
                     request_deserializer=stagemesh_dot_v1_dot_stage__worker__pb2.OpenStoreRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_stage__worker__pb2.OpenStoreResponse.SerializeToString,
+            ),
+            'ResetRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetRanks,
+                    request_deserializer=stagemesh_dot_v1_dot_stage__worker__pb2.ResetRanksRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_stage__worker__pb2.ResetRanksResponse.SerializeToString,
             ),
             'FormGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.FormGroup,
@@ -175,6 +194,33 @@ class StageWorkerService:
             '/stagemesh.v1.StageWorkerService/OpenStore',
             stagemesh_dot_v1_dot_stage__worker__pb2.OpenStoreRequest.SerializeToString,
             stagemesh_dot_v1_dot_stage__worker__pb2.OpenStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageWorkerService/ResetRanks',
+            stagemesh_dot_v1_dot_stage__worker__pb2.ResetRanksRequest.SerializeToString,
+            stagemesh_dot_v1_dot_stage__worker__pb2.ResetRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,5 @@
-"""How a mesh ends: by Ctrl-C, by the death of each of its processes, by a stop."""
+"""How a mesh ends: by Ctrl-C, with its gateway, and with the first failure of a stage where it is
+told not to recover."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from tests.mesh_process import ENDLESS, MeshProcess, is_running, wait_for
 from tests.tiny_models import make_tiny_llama
 
 FLAGS = ("-pp", "2")
+NO_RECOVERY = ("--max-recovery-attempts", "0")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,10 @@ def test_a_killed_gateway_leaves_no_process(tiny: Path) -> None:
 @pytest.mark.parametrize("victim", ["rank", "worker"])
 def test_a_dead_stage_reaches_clients_with_its_cause_in_3_s(tiny: Path, victim: str) -> None:
     """F1: no hang; a typed error that names the stage."""
-    with MeshProcess(tiny, *FLAGS) as mesh, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with (
+        MeshProcess(tiny, *FLAGS, *NO_RECOVERY) as mesh,
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+    ):
         answers = [pool.submit(mesh.endless) for _ in range(4)]
         mesh.wait_until_running(4)
         killed = mesh.ranks()[1] if victim == "rank" else mesh.workers()[0]
@@ -62,7 +67,7 @@ def test_a_dead_stage_reaches_clients_with_its_cause_in_3_s(tiny: Path, victim: 
 
 def test_a_stopped_rank_is_noticed(tiny: Path) -> None:
     """F13: SIGSTOP on a rank ends readiness within 5 s; liveness stays until the end."""
-    with MeshProcess(tiny, *FLAGS) as mesh:
+    with MeshProcess(tiny, *FLAGS, *NO_RECOVERY) as mesh:
         mesh.ranks()[0].suspend()
 
         def not_ready() -> bool:

@@ -38,7 +38,10 @@ class Rank:
 
     def beat(self) -> None:
         while True:
-            self.emit(rank_pb2.RankEvent(alive=rank_pb2.RankAlive()))
+            alive = rank_pb2.RankAlive()
+            if "step-compute" in self._mode:
+                alive.phase = stage_worker_pb2.RANK_PHASE_COMPUTE
+            self.emit(rank_pb2.RankEvent(alive=alive))
             time.sleep(HEARTBEAT_SECONDS)
 
     def run(self) -> None:
@@ -48,6 +51,8 @@ class Rank:
                 case "form_group":
                     epoch = stage_worker_pb2.FormGroupResponse(epoch=command.form_group.epoch)
                     self.emit(rank_pb2.RankEvent(group_formed=epoch))
+                case "leave_group":
+                    self.emit(rank_pb2.RankEvent(group_left=rank_pb2.GroupLeft()))
                 case "load":
                     self.load(command.load)
                 case "step":
@@ -67,6 +72,12 @@ class Rank:
         self.emit(rank_pb2.RankEvent(load_progress=progress), rank_pb2.RankEvent(loaded=report))
 
     def step(self, step: step_pb2.Step) -> None:
+        for mode in self._mode:
+            if mode.startswith("step-error="):
+                reason = mode.partition("=")[2]
+                error = step_pb2.StageError(reason=reason, epoch=step.epoch, step_id=step.step_id)
+                self.emit(rank_pb2.RankEvent(error=error))
+                return
         if "step-hang" in self._mode:
             threading.Event().wait()
         if "step-slow" in self._mode:

@@ -5,113 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import grpc
 import pytest
 
 from services.errors import StageFailed
-from services.rpc import RpcServer, create_channel, error_from_rpc
-from stage_worker import answers, rank_process, service
-from stage_worker.rank_arguments import RankArguments
+from services.launch import silence
+from services.rpc import error_from_rpc
+from stage_worker import answers, rank_calls, service
 from stage_worker.rank_process import RANK_COMMAND, RankProcess
-from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
-from stagemesh.v1 import rank_pb2, stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
+from stagemesh.v1 import rank_pb2, stage_worker_pb2
 from tests.service.fake_rank import FLOOD_RESULTS
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_SECONDS = 10.0
-REAL_RANK_SECONDS = 60.0
-"""It imports torch, next to other work on the machine."""
-ARGUMENTS = RankArguments(
-    fd=-1,
-    parent_pid=0,
-    host="127.0.0.1",
-    device="cpu",
-    device_index=0,
-    num_threads=1,
-    pp_rank=1,
-    tp_rank=0,
-    step_timeout_seconds=5.0,
+from tests.service.worker_stage import (
+    ARGUMENTS,
+    REAL_RANK_SECONDS,
+    REPOSITORY,
+    TIMEOUT_SECONDS,
+    Stage,
+    has_ended,
+    refused,
+    results,
+    stage,
+    step,
+    until,
 )
-
-Execute = grpc.aio.StreamStreamCall
-
-
-class Stage:
-    """A worker with one rank, and calls to it as the gateway makes them."""
-
-    def __init__(self, worker: StageWorker, rank: RankProcess, channel: grpc.aio.Channel) -> None:
-        self.worker, self.rank = worker, rank
-        self.stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
-        self._execute = channel.stream_stream(
-            f"/{SERVICE_NAME}/Execute",
-            request_serializer=None,
-            response_deserializer=stage_worker_pb2.ExecuteResponse.FromString,
-        )
-
-    async def load(
-        self, num_blocks: int = 1, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> tuple[list[int], list[int]]:
-        """Progress, and the numbers of blocks in the reports."""
-        plan = stage_worker_pb2.StagePlan(num_blocks=num_blocks)
-        progress, blocks = [], []
-        call = self.stub.Load(stage_worker_pb2.LoadRequest(plan=plan), timeout=timeout_seconds)
-        async for response in call:
-            if response.HasField("progress"):
-                progress.append(response.progress.loaded_bytes)
-            else:
-                blocks.append(response.report.num_blocks)
-        return progress, blocks
-
-    async def form_group(self, epoch: int) -> None:
-        request = stage_worker_pb2.FormGroupRequest(epoch=epoch, timeout_seconds=5)
-        await self.stub.FormGroup(request, timeout=TIMEOUT_SECONDS)
-
-    async def status(self) -> stage_worker_pb2.StatusResponse:
-        response: stage_worker_pb2.StatusResponse = await self.stub.Status(
-            stage_worker_pb2.StatusRequest(), timeout=TIMEOUT_SECONDS
-        )
-        return response
-
-    async def execute(self, *requests: bytes) -> Execute:
-        """An open stream with some requests written."""
-        call: Execute = self._execute(timeout=REAL_RANK_SECONDS)
-        for request in requests:
-            await call.write(request)
-        return call
-
-    async def pid(self) -> int:
-        return (await self.rank.started()).pid
-
-
-def step(step_id: int) -> bytes:
-    request = stage_worker_pb2.ExecuteRequest(step=step_pb2.Step(step_id=step_id))
-    return request.SerializeToString()
-
-
-@asynccontextmanager
-async def stage(mode: str = "", command: tuple[str, ...] | None = None) -> AsyncIterator[Stage]:
-    worker = StageWorker()
-    server = RpcServer([SERVICE_NAME])
-    add_to_server(worker, server.grpc_server)
-    port = server.bind("127.0.0.1", 0)
-    await server.start()
-    command = command or (sys.executable, "-m", "tests.service.fake_rank", mode)
-    rank = RankProcess(ARGUMENTS, worker.on_result, worker.on_failure, command)
-    worker.ranks.append(rank)
-    async with create_channel(f"127.0.0.1:{port}") as channel, asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(rank.run())
-        try:
-            yield Stage(worker, rank, channel)
-        finally:
-            await worker.stop_ranks()
-            await asyncio.wait_for(running, TIMEOUT_SECONDS)
-            await server.stop(grace_seconds=0)
 
 
 @pytest.fixture(autouse=True)
@@ -132,33 +50,6 @@ async def test_a_call_that_overtakes_the_answer_to_the_join_waits_for_it() -> No
         assert (await running.status()).epoch == 1
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(TIMEOUT_SECONDS):
-        while not condition():  # noqa: ASYNC110 - what is waited for is another process
-            await asyncio.sleep(0.01)
-    assert condition(), what
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-async def refused(call: Execute) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    return caught.value
-
-
-async def results(call: Execute, count: int) -> list[int]:
-    read = [await call.read() for _ in range(count)]
-    return [response.result.step_id for response in read]
-
-
 async def test_a_rank_is_loaded_and_runs_steps() -> None:
     async with stage() as running:
         assert await running.load(3) == ([3], [3])
@@ -176,16 +67,13 @@ async def test_a_rank_is_loaded_and_runs_steps() -> None:
 async def test_a_load_on_a_dead_rank_fails_at_once() -> None:
     """M6: it used to wait for half an hour."""
     async with stage("load-exit") as running:
-        with pytest.raises(grpc.aio.AioRpcError, match="exited with 7"):
-            await running.load()
+        await running.pid()
         started = time.monotonic()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="exited with 7") as caught:
             await running.load()
         assert time.monotonic() - started < 1.0
         assert isinstance(error_from_rpc(caught.value), StageFailed)
-        status = await running.status()
-        assert status.state == stage_worker_pb2.COMPONENT_STATE_FAILED
-        assert status.error.reason == "RANK_DIED"
+        assert (await running.status()).error.reason == "RANK_DIED"
 
 
 async def test_a_late_reply_is_not_taken_for_the_next_one() -> None:
@@ -208,7 +96,7 @@ async def test_loads_at_the_same_time_get_their_own_reports() -> None:
 async def test_a_rank_does_not_collect_commands_that_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_process, "MAX_UNANSWERED_COMMANDS", 2)
+    monkeypatch.setattr(rank_calls, "MAX_UNANSWERED_COMMANDS", 2)
     async with stage("load-slow") as running:
         await running.pid()
         for _ in range(2):
@@ -318,7 +206,8 @@ async def test_a_load_ends_with_the_rank_that_is_stopped(monkeypatch: pytest.Mon
         async with asyncio.TaskGroup() as tasks:
             loading = tasks.create_task(refused_load(running))
             await until(
-                lambda: running.rank.state == stage_worker_pb2.COMPONENT_STATE_LOADING, "the load"
+                lambda: running.rank.process.state == stage_worker_pb2.COMPONENT_STATE_LOADING,
+                "the load",
             )
             await running.worker.stop_ranks()
         assert "has left" in loading.result()
@@ -331,8 +220,8 @@ async def refused_load(running: Stage) -> str:
 
 
 def quick_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "FROZEN_AFTER_SECONDS", 0.5)
-    monkeypatch.setattr(rank_process, "CONFIRM_SECONDS", 0.2)
+    monkeypatch.setattr(silence, "FROZEN_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(silence, "CONFIRM_SECONDS", 0.2)
 
 
 async def test_a_frozen_rank_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:

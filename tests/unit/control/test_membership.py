@@ -159,3 +159,55 @@ def test_where_the_nodes_are_planned_a_worker_keeps_its_device() -> None:
     # Whoever joins first.
     assert list(table.join(request(1, pp_rank=1), now=0.0).placement.device_indices) == [2, 3]
     assert list(table.join(request(2, pp_rank=0), now=0.0).placement.device_indices) == [0, 1]
+
+
+def test_a_worker_that_comes_back_takes_the_place_of_one_that_is_gone() -> None:
+    """The old one is sent away should it wake up."""
+    table = membership()
+    old = table.join(request(1, pp_rank=0), now=0.0)
+    table.join(request(2, pp_rank=1), now=0.0)
+    (holder,) = table.in_the_way(request(3, pp_rank=0), now=1.0)
+    assert holder.worker_id == old.worker_id
+    # Nobody knows yet that it is gone.
+    with pytest.raises(JoinRefused, match="is held by"):
+        table.join(request(3, pp_rank=0), now=1.0)
+    assert table.forget(old.worker_id) is holder
+    assert table.missing() == ("stage 0",)
+    new = table.join(request(3, pp_rank=0), now=1.0)
+    assert new.worker_id != old.worker_id
+    assert table.complete
+    assert table.heartbeat(control_pb2.HeartbeatRequest(worker_id=old.worker_id), now=1.1).leave
+    assert not table.heartbeat(control_pb2.HeartbeatRequest(worker_id=new.worker_id), now=1.1).leave
+
+
+def test_whoever_is_silent_is_in_nobody_s_way() -> None:
+    table = membership()
+    table.join(request(1, pp_rank=0), now=0.0)
+    other = table.join(request(2, pp_rank=1), now=0.0)
+    later = MEMBER_TIMEOUT_SECONDS + 0.5
+    table.heartbeat(control_pb2.HeartbeatRequest(worker_id=other.worker_id), now=later)
+    assert table.absent(0, later) == ("stage 0",)
+    assert table.in_the_way(request(3, pp_rank=0), now=later) == ()
+    assert table.join(request(3), now=later).placement.pp_rank == 0
+    assert table.absent(0, later) == ()
+
+
+def test_one_that_was_silent_and_is_heard_again_keeps_its_place() -> None:
+    """It has its weights; nobody had asked for its place."""
+    table = membership()
+    joined = table.join(request(1, pp_rank=0), now=0.0)
+    later = MEMBER_TIMEOUT_SECONDS + 0.5
+    assert "stage 0" in table.absent(0, later)
+    assert not table.heartbeat(
+        control_pb2.HeartbeatRequest(worker_id=joined.worker_id), now=later
+    ).leave
+    assert "stage 0" not in table.absent(0, later)
+
+
+def test_a_worker_without_a_wish_asks_for_everybody_s_place() -> None:
+    table = membership()
+    for port in (1, 2):
+        table.join(request(port), now=0.0)
+    assert len(table.in_the_way(request(3), now=0.0)) == 2
+    table.forget("worker-2")
+    assert table.in_the_way(request(3), now=0.0) == ()

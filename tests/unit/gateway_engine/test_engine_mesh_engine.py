@@ -42,17 +42,19 @@ class GatedPipeline:
     """Simulated stages whose results come when the test lets them."""
 
     num_stages = 2
-    epoch = 1
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
         self.gate = asyncio.Event()
         self.gate.set()
+        self._lost: StagemeshError | None = None
         self._mesh = SimulatedMesh(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=32,
             num_stages=self.num_stages,
+            epoch=epoch,
         )
         self._results: asyncio.Queue[StagemeshError | None] = asyncio.Queue()
 
@@ -69,10 +71,15 @@ class GatedPipeline:
         if error is not None:
             raise error
         await self.gate.wait()
+        if self._lost is not None:
+            raise self._lost
         await asyncio.sleep(0)
         return self._mesh.finish_next()
 
-    def break_down(self, error: StagemeshError) -> None:
+    def break_down(self, error: StagemeshError, *, at_once: bool = False) -> None:
+        """Fails, after the results of what was sent; or at once, and they are lost."""
+        if at_once:
+            self._lost = error
         self._results.put_nowait(error)
 
 
@@ -103,6 +110,10 @@ class Rig:
             self.pipeline, TOKENIZER, EngineConfig(limits, max_waiting), self.recorder
         )
 
+    async def drive(self) -> None:
+        """As an owner does who does not recover."""
+        self.engine.fail(await self.engine.run())
+
     async def settle(self, rounds: int = 400) -> None:
         """Lets the event loop turn: enough for any request here, unless `rounds` says less."""
         for _ in range(rounds):
@@ -119,7 +130,7 @@ async def rig(max_waiting: int = 1024) -> AsyncIterator[Rig]:
     """Runs an engine; at the end it must be empty, unless it failed, and leave no task."""
     made = Rig(max_waiting)
     tasks_before = asyncio.all_tasks()
-    run = asyncio.create_task(made.engine.run())
+    run = asyncio.create_task(made.drive())
     await asyncio.sleep(0)
     try:
         yield made
@@ -367,20 +378,10 @@ async def test_drain_ends_what_is_too_slow() -> None:
             await reader
 
 
-async def test_stopping_the_engine_ends_its_requests() -> None:
+async def test_before_it_is_driven_an_engine_takes_nothing() -> None:
     made = Rig(max_waiting=4)
     with pytest.raises(PipelineUnavailable, match="starting"):
         await answer(made.engine, request())
-    run = asyncio.create_task(made.engine.run())
-    await asyncio.sleep(0)
-    made.pipeline.gate.clear()
-    reader = asyncio.create_task(answer(made.engine, request()))
-    await made.settle()
-    run.cancel()
-    await asyncio.wait([run, reader])
-    assert run.cancelled()
-    with pytest.raises(PipelineUnavailable, match="has stopped"):
-        reader.result()
 
 
 async def test_what_cannot_be_served_changes_nothing() -> None:

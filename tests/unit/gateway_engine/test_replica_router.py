@@ -43,3 +43,12 @@ def test_no_replica_is_far_ahead_and_nothing_is_lost(
     for replica, num_sequences in taken:
         router.give_back(replica, num_sequences)
     assert router.outstanding == (0,) * num_replicas
+
+
+def test_a_replica_that_recovers_is_passed_over() -> None:
+    """Also by prompts that it has seen the beginning of; they come back when it is there again."""
+    router = ReplicaRouter(2)
+    assert router.take(LONG, 1, [0, 1]) == 0
+    assert router.take(LONG, 1, [1]) == 1
+    assert router.take((1,), 9, [1]) == 1
+    assert router.take((1,), 1, [1]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
@@ -54,3 +55,11 @@ def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
             ipc.read_frame(ours)
         theirs.close()
         assert ipc.read_frame(ours) is None
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError])
+async def test_a_rank_that_dies_between_two_frames_is_no_error(error: type[OSError]) -> None:
+    """A write may be what finds it out, and the reader hears of it."""
+    reader = asyncio.StreamReader()
+    reader.set_exception(error())
+    assert await ipc.read_event(reader) is None

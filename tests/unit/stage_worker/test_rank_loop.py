@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,8 @@ from services.topology.facts import MeshShape
 from services.topology.families import read_model_facts
 from services.topology.fingerprint import build_fingerprint
 from services.topology.wire import shape_from_proto
-from stage_worker import ipc
+from stage_worker import ipc, stage_model
+from stage_worker import rank_loop as rank_loop_module
 from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.rank_loop import MAX_WAITING_RESULTS, RankLoop
@@ -301,3 +303,46 @@ def test_a_failure_comes_after_the_results_before_it() -> None:
         worker.loop._fail(StageFailed("broken"), "STAGE_FAILED", 2)
         assert results_of(worker) == [1]
         assert worker.event().error.message == "broken"
+
+
+def test_the_same_plan_again_reads_nothing(
+    plan: stage_worker_pb2.StagePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a recovery: weights and caches stay."""
+    with rank_loop() as worker, reading(worker):
+        load(worker, plan)
+        monkeypatch.setattr(
+            rank_loop_module, "inspect_checkpoint", lambda _: pytest.fail("was read")
+        )
+        monkeypatch.setattr(stage_model, "WeightReader", lambda *_: pytest.fail("was read"))
+        layers = worker.loop._runner
+        event = load(worker, plan)
+        assert event.loaded.fingerprint_digest == plan.fingerprint.digest
+        assert worker.loop._runner is layers
+
+
+def test_a_rank_that_leaves_drops_what_is_queued(plan: stage_worker_pb2.StagePlan) -> None:
+    """Its neighbours may be gone: no step of the old epoch is tried, and none of it is told."""
+    with rank_loop() as worker, reading(worker):
+        load(worker, plan)
+        worker.loop._epoch = 1
+        for step_id in (1, 2):
+            worker.send(rank_pb2.RankCommand(step=step_pb2.Step(epoch=1, step_id=step_id, rows=[])))
+        worker.send(rank_pb2.RankCommand(leave_group=rank_pb2.LeaveGroup()))
+        while not worker.loop._failed:  # The reader sees the command before its turn.
+            time.sleep(0.01)
+        worker.send(rank_pb2.RankCommand(stop=rank_pb2.RankStop()))
+        worker.loop.run()
+        assert worker.event().WhichOneof("event") == "group_left"
+
+
+def test_a_late_step_of_an_older_epoch_is_dropped(plan: stage_worker_pb2.StagePlan) -> None:
+    """Of a newer one it is a failure: this rank has missed something."""
+    with rank_loop() as worker, reading(worker):
+        load(worker, plan)
+        worker.loop._epoch = 2
+        for epoch in (1, 3):
+            worker.send(rank_pb2.RankCommand(step=step_pb2.Step(epoch=epoch, step_id=9)))
+        worker.send(rank_pb2.RankCommand(stop=rank_pb2.RankStop()))
+        worker.loop.run()
+        assert "step 9 is of epoch 3" in worker.event().error.message

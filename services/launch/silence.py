@@ -1,0 +1,63 @@
+"""Notices a child that is there and does not run: stopped, or hung.
+
+The child beats; whoever started it looks. It may also be the one who looks that did
+not run, and the beats are yet to be read: so there is a second look after a silence,
+and it must not be late itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+FROZEN_AFTER_SECONDS = 2.4
+"""A child that beats every second and is silent for this long is stopped or hung. With the second
+look it is known within 3 s."""
+CONFIRM_SECONDS = 0.5
+"""After a silence there is a second look: what came while this process did not run
+itself is read until then."""
+OWN_STALL_SECONDS = 0.25
+"""A look that is later than this says that this process did not run."""
+
+
+class SilenceWatch:
+    """Looks at one child, from `start` until it is silent or `stop`."""
+
+    def __init__(self, on_silent: Callable[[float], None]) -> None:
+        """`on_silent` hears, once, for how many seconds the child has been silent."""
+        self._on_silent = on_silent
+        self._heard_at = 0.0
+        self._suspected = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """The child's first sign of life."""
+        self.heard()
+        self._look_again(FROZEN_AFTER_SECONDS)
+
+    def heard(self) -> None:
+        """A sign of life."""
+        self._heard_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Looks no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_again(self, seconds: float) -> None:
+        due = time.monotonic() + seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look, due)
+
+    def _look(self, due: float) -> None:
+        now = time.monotonic()
+        if now - self._heard_at < FROZEN_AFTER_SECONDS:
+            self._suspected = False
+            self._look_again(self._heard_at + FROZEN_AFTER_SECONDS - now)
+        elif not self._suspected or now - due > OWN_STALL_SECONDS:
+            self._suspected = True
+            self._look_again(CONFIRM_SECONDS)
+        else:
+            self._timer = None
+            self._on_silent(now - self._heard_at)

@@ -1,0 +1,90 @@
+"""Keeps one rank's place filled: when its process ends unasked, another is started.
+
+What the old process held is gone; the gateway sees to it that the new one gets its
+weights and joins the others in a new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from services.errors import StageFailed
+from services.launch.restarts import DEFAULT_LIMITS, RestartBudget, RestartLimits
+from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
+
+log = logging.getLogger("stagemesh.stage_worker")
+
+
+class RankSupervisor:
+    """One rank's processes, one after the other."""
+
+    def __init__(
+        self, start: Callable[[], RankProcess], limits: RestartLimits = DEFAULT_LIMITS
+    ) -> None:
+        """`start` makes a process that is yet to be run."""
+        self._start = start
+        self._budget = RestartBudget(limits)
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()
+        self.process = start()
+        """The present one; it may not have been started yet."""
+
+    async def run(self) -> None:
+        """Runs one process after the other until `stop`. Raises `StageFailed` where they end too
+        often."""
+        while True:
+            process, started_at = self.process, time.monotonic()
+            await process.run()
+            if self._stopping.is_set():
+                return
+            now = time.monotonic()
+            delay = self._budget.next_delay(now - started_at, now)
+            if delay is None:
+                raise StageFailed(
+                    f"the rank process of TP rank {process.tp_rank} has used up its "
+                    f"{self._budget.used_up()}; the log lines above say why it ends"
+                )
+            self.process = self._start()
+            self._changed.set()
+            log.warning("a new process takes the place of TP rank %d", process.tp_rank)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+            if self._stopping.is_set():
+                return
+
+    async def reset(self, *, replace: bool) -> None:
+        """Brings the rank to where it can join a new epoch: started, and in no group.
+
+        With `replace`, or where it does not leave its groups, by a new process.
+        Raises `StageFailed` where that cannot be started.
+        """
+        process = self.process
+        if replace:
+            process.replace("holds a step that does not end, and is replaced")
+        elif not process.is_ending:
+            # Where it ends while it is asked, another takes its place all the same.
+            with contextlib.suppress(StageFailed):
+                if not await process.leave_group():
+                    process.replace("does not leave its groups, and is replaced")
+        await self._started()
+
+    async def _started(self) -> None:
+        while True:
+            process = self.process
+            if self._stopping.is_set():
+                raise StageFailed("this stage worker is leaving the mesh")
+            if not process.is_ending:
+                await process.started()
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+        """Lets the rank finish what is queued, up to a deadline; no other takes its place."""
+        self._stopping.set()
+        self._changed.set()
+        await self.process.stop(timeout_seconds)

@@ -1,0 +1,145 @@
+"""A stage dies or stops and no client notices: one mesh of simulated devices, hit again and again.
+
+What comes out shows whether a token was lost or doubled, and whether anything of an old epoch
+was used; the real arithmetic after a recovery is tested with the tiny model.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+
+from services.topology.simulated_cost import StageCost
+from tests.mesh_process import MeshProcess, is_running, wait_for
+from tests.simulated_mesh import expected_outputs, generate_all, prompts_of, simulated_mesh
+
+PP_SIZE = 3
+NUM_REQUESTS = 8
+NUM_TOKENS = 60
+FLAGS = ("--max-num-batched-tokens", "1024")
+NOTICED_SECONDS = 5.0
+RECOVERED_SECONDS = 30.0
+"""On a busy machine; `benchmarks recovery` measures how fast it is."""
+
+Hit = Callable[[MeshProcess], psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshProcess]:
+    directory = tmp_path_factory.mktemp("recovery") / "mesh"
+    with simulated_mesh(directory, PP_SIZE, StageCost(0.01), *FLAGS) as running:
+        yield running
+    print(running.log())  # Shown where a test has failed.
+
+
+def epoch_of(mesh: MeshProcess) -> int:
+    return int(httpx.get(f"{mesh.url}/v1/mesh").json()["epoch"])
+
+
+def is_ready(mesh: MeshProcess) -> bool:
+    return httpx.get(f"{mesh.url}/ready").status_code == 200
+
+
+def gauge(mesh: MeshProcess, name: str) -> float:
+    lines = httpx.get(f"{mesh.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def hit_rank(stage: int, signal_number: int) -> Hit:
+    def hit(mesh: MeshProcess) -> psutil.Process:
+        rank = mesh.ranks()[stage]
+        rank.send_signal(signal_number)
+        return rank
+
+    return hit
+
+
+def serve_through(mesh: MeshProcess, hits: list[Hit], prompt_tokens: int = 8) -> None:
+    """Requests run while the mesh is hit; all are answered as if nothing had happened."""
+    tree = len(mesh.tree())
+    prompts = prompts_of(NUM_REQUESTS, prompt_tokens)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(generate_all, mesh, prompts, NUM_TOKENS)
+        mesh.wait_until_running(NUM_REQUESTS)
+        for hit in hits:
+            epoch = epoch_of(mesh)
+            victim = hit(mesh)
+            wait_for(lambda: not is_ready(mesh), NOTICED_SECONDS, "the end of readiness")
+            wait_for(lambda v=victim: not is_running(v), NOTICED_SECONDS, "the end of the victim")
+            wait_for(lambda: is_ready(mesh), RECOVERED_SECONDS, "readiness")
+            assert epoch_of(mesh) > epoch
+        assert answers.result(60) == expected_outputs(prompts, NUM_TOKENS)
+    assert gauge(mesh, "stagemesh_kv_free_blocks ") == gauge(mesh, "stagemesh_kv_blocks ")
+    assert len(mesh.tree()) == tree, mesh.tree()
+
+
+@pytest.mark.parametrize("stage", range(PP_SIZE))
+def test_a_killed_rank(mesh: MeshProcess, stage: int) -> None:
+    """F24, while requests decode: the first, a middle and the last stage."""
+    serve_through(mesh, [hit_rank(stage, signal.SIGKILL)])
+
+
+def test_a_stopped_rank(mesh: MeshProcess) -> None:
+    """Noticed within 3 s by its silence, and ended."""
+    started = time.monotonic()
+    serve_through(mesh, [hit_rank(1, signal.SIGSTOP)])
+    assert "RANK_FROZEN" in mesh.log()
+    assert time.monotonic() - started < RECOVERED_SECONDS
+
+
+def test_a_kill_while_prompts_are_computed(mesh: MeshProcess) -> None:
+    serve_through(mesh, [hit_rank(1, signal.SIGKILL)], prompt_tokens=512)
+
+
+def test_two_stages_at_once(mesh: MeshProcess) -> None:
+    def hit(mesh: MeshProcess) -> psutil.Process:
+        ranks = mesh.ranks()
+        for rank in (ranks[0], ranks[2]):
+            rank.kill()
+        return ranks[0]
+
+    serve_through(mesh, [hit])
+
+
+def test_a_kill_during_the_recovery(mesh: MeshProcess) -> None:
+    """The first as soon as the gateway knows of the failure, the next when ranks are back."""
+
+    def hit(mesh: MeshProcess) -> psutil.Process:
+        first = mesh.ranks()[0]
+        first.kill()
+        wait_for(lambda: not is_ready(mesh), NOTICED_SECONDS, "the end of readiness")
+        second = mesh.ranks()[-1]
+        second.kill()
+        return second
+
+    serve_through(mesh, [hit])
+
+
+def test_a_rank_that_runs_out_of_memory(mesh: MeshProcess) -> None:
+    """An exception that nobody foresaw: another process takes the place of the one that had it."""
+    rank, epoch = mesh.ranks()[0], epoch_of(mesh)
+    rank.rlimit(resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
+    prompts = prompts_of(4, 2048)
+    assert generate_all(mesh, prompts, 4) == expected_outputs(prompts, 4)
+    assert epoch_of(mesh) > epoch
+    assert "STEP_FAILED" in mesh.log()
+    assert not is_running(rank)
+
+
+def test_what_was_cached_before_is_computed_again(mesh: MeshProcess) -> None:
+    """A new stage holds none of the blocks that the prefix cache knew."""
+    prompts = prompts_of(1, 200)
+    assert generate_all(mesh, prompts, 4) == expected_outputs(prompts, 4)
+    mesh.ranks()[2].kill()
+    wait_for(lambda: not is_ready(mesh), NOTICED_SECONDS, "the end of readiness")
+    wait_for(lambda: is_ready(mesh), RECOVERED_SECONDS, "readiness")
+    hits = gauge(mesh, "stagemesh_prefix_cache_hits_total")
+    assert generate_all(mesh, prompts, 4) == expected_outputs(prompts, 4)
+    assert gauge(mesh, "stagemesh_prefix_cache_hits_total") == hits
