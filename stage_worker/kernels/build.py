@@ -22,8 +22,8 @@ from pathlib import Path
 from services.models.cache import stagemesh_home
 
 _HERE = Path(__file__).parent
-SOURCES = (_HERE / "layers.c", _HERE / "attention.c")
-_HEADER = _HERE / "vector.h"
+SOURCES = tuple(_HERE / name for name in ("linear.c", "compact.c", "layers.c", "attention.c"))
+_HEADERS = (_HERE / "vector.h", _HERE / "weights.h")
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_SECONDS = 60.0
 _BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -79,7 +79,7 @@ def _flag_sets() -> Iterator[tuple[str, ...]]:
 
 
 def _key(compiler: str, version: str, flags: tuple[str, ...]) -> str:
-    sources = (path.read_text(encoding="utf-8") for path in (_HEADER, *SOURCES))
+    sources = (path.read_text(encoding="utf-8") for path in (*_HEADERS, *SOURCES))
     parts = (*sources, compiler, version, *flags, _cpu_identity())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

@@ -1,57 +1,5 @@
-/* Float32 kernels for a CPU: matrix products, and what stands between them in a layer. */
+/* Float32 kernels for what stands between the matrix products of a layer. */
 #include "vector.h"
-
-/* ---- y = x W^T + b ------------------------------------------------------------------------ */
-
-/* Inputs of so many bytes stay in the second-level cache while all panels pass by. */
-#define CHUNK_BYTES (192 * 1024)
-
-/* `width` of the panel's features are wanted, from the feature that y and bias point at. */
-static void panel_rows(const float *x, size_t rows, size_t in, const float *w, const float *bias,
-                       float *y, size_t stride, size_t width) {
-    static const float zeros[PANEL];
-    float padded[PANEL] = {0}, part[ROWS * PANEL];
-    if (bias == NULL) {
-        bias = zeros;
-    } else if (width < PANEL) {
-        memcpy(padded, bias, width * sizeof(float));
-        bias = padded;
-    }
-    size_t blocks = (rows + ROWS - 1) / ROWS, step = blocks < PANEL ? PANEL / blocks : 1;
-    for (size_t block = 0; block < blocks; block++) {
-        /* Even blocks: 8 rows are 4 and 4, not 6 and 2. */
-        size_t start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
-        const float *from = x + start * in;
-        float *to = y + start * stride;
-        const float *soon = w + in * PANEL + in * block / blocks * PANEL;
-        if (width == PANEL) {
-            panel((int)count, from, in, w, bias, to, stride, soon, step);
-            continue;
-        }
-        panel((int)count, from, in, w, bias, part, PANEL, soon, step);
-        for (size_t m = 0; m < count; m++)
-            memcpy(to + m * stride, part + m * PANEL, width * sizeof(float));
-    }
-}
-
-/* x [rows, in], w [ceil(out / PANEL)][in][PANEL], bias [out] or NULL -> y [rows, out]. */
-void stagemesh_linear(const float *x, int64_t rows, int64_t in, const float *w, int64_t out,
-                      const float *bias, float *y, int threads) {
-    int64_t panels = (out + PANEL - 1) / PANEL;
-    int64_t chunk = CHUNK_BYTES / (int64_t)sizeof(float) / in / ROWS * ROWS;
-    if (chunk < ROWS)
-        chunk = ROWS;
-    for (int64_t start = 0; start < rows; start += chunk) {
-        int64_t count = rows - start < chunk ? rows - start : chunk;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-        for (int64_t p = 0; p < panels; p++) {
-            int64_t feature = p * PANEL, left = out - feature;
-            panel_rows(x + start * in, (size_t)count, (size_t)in, w + feature * in,
-                       bias == NULL ? NULL : bias + feature, y + start * out + feature,
-                       (size_t)out, (size_t)(left < PANEL ? left : PANEL));
-        }
-    }
-}
 
 /* ---- elementwise -------------------------------------------------------------------------- */
 
@@ -106,5 +54,4 @@ void stagemesh_rotate_and_store(float *qkv, int64_t rows, int64_t heads, int64_t
     }
 }
 
-int64_t stagemesh_panel(void) { return PANEL; }
 int64_t stagemesh_lanes(void) { return LANES; }

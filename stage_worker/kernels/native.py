@@ -7,14 +7,14 @@ Measured on one core of an AVX2 server, milliseconds at batch 1 / 4 / 8 / 16 /
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
 from torch import Tensor
 
 from services.errors import StageFailed
-from stage_worker.kernels.build import load_library
+from stage_worker.kernels.library import Library
+from stage_worker.kernels.native_linear import NativeLinear, pack
 from stage_worker.kernels.self_check import check_kernels
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.backend import AttentionBackend
@@ -23,51 +23,6 @@ from stage_worker.layers.linear import Linear
 from stage_worker.layers.norm import Norm
 from stage_worker.layers.operators import TorchOperators
 from stage_worker.layers.rotary import RotaryRows
-
-_POINTER = ctypes.c_void_p
-_SIZE = ctypes.c_int64
-_SIGNATURES: dict[str, list[type]] = {
-    "stagemesh_prompt_attention": [
-        *(_POINTER, *[_SIZE] * 6, _POINTER, _POINTER, _SIZE, _POINTER),
-        *(ctypes.c_float, _POINTER, ctypes.c_int),
-    ],
-    "stagemesh_linear": [_POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, ctypes.c_int],
-    "stagemesh_silu_mul": [_POINTER, _SIZE, _SIZE, _POINTER],
-    "stagemesh_rms_norm": [_POINTER, _SIZE, _SIZE, _POINTER, ctypes.c_float, _POINTER],
-    "stagemesh_rotate_and_store": [_POINTER, *[_SIZE] * 4, *[_POINTER] * 5],
-    "stagemesh_decode_attention": [
-        *(_POINTER, _SIZE, _POINTER, *[_SIZE] * 4, _POINTER, _POINTER, _SIZE),
-        *(_POINTER, _SIZE, _POINTER, ctypes.c_float, _POINTER, ctypes.c_int),
-    ],
-}
-
-
-class Library:
-    """The shared library with its signatures and sizes."""
-
-    def __init__(self) -> None:
-        """Raises `KernelsUnavailable`."""
-        library = load_library()
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        library.stagemesh_prompt_attention.restype = ctypes.c_int
-        for name in ("panel", "lanes", "max_group", "max_dim"):
-            getattr(library, f"stagemesh_{name}").restype = _SIZE
-        self.linear = library.stagemesh_linear
-        self.silu_mul = library.stagemesh_silu_mul
-        self.rms_norm = library.stagemesh_rms_norm
-        self.rotate_and_store = library.stagemesh_rotate_and_store
-        self.decode_attention = library.stagemesh_decode_attention
-        self.prompt_attention = library.stagemesh_prompt_attention
-        """Returns 0, or -1 where there is no memory for its tiles."""
-        self.panel: int = library.stagemesh_panel()
-        """Output features that lie together in a packed weight."""
-        self.lanes: int = library.stagemesh_lanes()
-        self.max_group: int = library.stagemesh_max_group()
-        """Most query heads of one KV head."""
-        self.max_dim: int = library.stagemesh_max_dim()
-        """Largest head."""
 
 
 class NativeOperators:
@@ -84,7 +39,7 @@ class NativeOperators:
         """See `Operators.linear`."""
         if weight.dtype != torch.float32:
             return self._otherwise.linear(weight, bias)
-        return NativeLinear(self._library, weight, bias, self._num_threads)
+        return NativeLinear(self._library, pack(self._library, weight), bias, self._num_threads)
 
     def rms_norm(self, weight: Tensor, eps: float) -> Norm:
         """See `Operators.rms_norm`."""
@@ -114,67 +69,6 @@ class NativeOperators:
         if not fits:
             return self._otherwise.attention(num_heads, num_kv_heads, head_dim, dtype)
         return NativeAttention(self._library, num_heads, num_kv_heads, head_dim, self._num_threads)
-
-
-class NativeLinear:
-    """Weight in panels of output features, each read once, in order. float32 on the CPU only."""
-
-    __slots__ = (
-        "_bias",
-        "_function",
-        "_in",
-        "_num_bytes",
-        "_num_threads",
-        "_out",
-        "_panels",
-        "_pointers",
-    )
-
-    def __init__(
-        self, library: Library, weight: Tensor, bias: Tensor | None, num_threads: int
-    ) -> None:
-        self._out, self._in = weight.shape
-        self._function = library.linear
-        self._num_threads = num_threads
-        panels = -(-self._out // library.panel)
-        padded = weight
-        if self._out % library.panel:
-            padded = weight.new_zeros((panels * library.panel, self._in))
-            padded[: self._out] = weight
-        self._panels = padded.view(panels, library.panel, self._in).transpose(1, 2).contiguous()
-        self._bias = None if bias is None else bias.contiguous()
-        # As plain weights; the filling of the last panel is not counted.
-        self._num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self._pointers = (
-            self._panels.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, in] -> [n, out]."""
-        x = x.contiguous()
-        rows = x.shape[0]
-        y = x.new_empty((rows, self._out))
-        panels, bias = self._pointers
-        self._function(
-            x.data_ptr(),
-            rows,
-            self._in,
-            panels,
-            self._out,
-            bias,
-            y.data_ptr(),
-            self._num_threads,
-        )
-        return y
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    @property
-    def keeps_weight(self) -> bool:
-        return False
 
 
 class NativeRMSNorm:

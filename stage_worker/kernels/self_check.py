@@ -23,6 +23,8 @@ TOLERANCE = 1e-4
 """Absolute and relative; inputs are about 1. Rounding gives 1e-6, a wrong term far more."""
 _MOST_ROWS = 9
 """One more than a panel takes at a time, at most."""
+_MANY_ROWS = 40
+"""So many that a short weight is made float32 for all of them at once."""
 _GROUPS = (1, 2, 3, 4, 7)
 """Query heads of one KV head; more than four are taken in parts of four."""
 _DIM = 32
@@ -59,6 +61,21 @@ def _matrix_products(
         given, expected = (one.linear(weight, offset) for one in (kernels, reference))
         for rows in range(1, _MOST_ROWS + 1):
             yield f"matrix product, {rows} rows", given(x[:rows]), expected(x[:rows])
+    for form, short in _short_weights(draw).items():
+        given, expected = (one.linear(short, None) for one in (kernels, reference))
+        for rows in (*range(1, _MOST_ROWS + 1), _MANY_ROWS):
+            x = torch.randn(rows, short.shape[1], generator=draw)
+            yield f"matrix product with {form}, {rows} rows", given(x), expected(x)
+
+
+def _short_weights(draw: torch.Generator) -> dict[str, Tensor]:
+    """Weights that are kept as something shorter than float32."""
+    codes = torch.randint(0, 16, (40, 2, 32), generator=draw).float()
+    scales = torch.randint(1, 64, (2, 40, 2, 1), generator=draw) * 2.0**-8
+    return {
+        "codes": (codes * scales[0] - scales[1]).view(40, 64),
+        "halves": torch.randn(40, 24, generator=draw).bfloat16().float(),
+    }
 
 
 def _elementwise(

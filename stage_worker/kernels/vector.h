@@ -27,27 +27,34 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #endif
 /* `soon` is where the next panel begins to be fetched from, `step` floats for each input: several
  * passes over one panel share the fetching of the next, so that memory is never idle. */
+#define START_SUMS(M)                          \
+    for (int m = 0; m < M; m++) {              \
+        low[m] = *(const vec *)bias;           \
+        high[m] = *(const vec *)(bias + LANES); \
+    }
+/* w0 and w1 are the weights of input k. */
+#define ADD_ROWS(M, k)                               \
+    _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) { \
+        float s = x[m * in + (k)];                   \
+        low[m] += w0 * s;                            \
+        high[m] += w1 * s;                           \
+    }
+#define STORE_SUMS(M)                                \
+    for (int m = 0; m < M; m++) {                    \
+        *(vec *)(y + m * stride) = low[m];           \
+        *(vec *)(y + m * stride + LANES) = high[m];  \
+    }
 #define DEFINE_PANEL(M)                                                                           \
     static void panel_##M(const float *x, size_t in, const float *w, const float *bias, float *y, \
                           size_t stride, const float *soon, size_t step) {                        \
         vec low[M], high[M];                                                                      \
-        for (int m = 0; m < M; m++) {                                                             \
-            low[m] = *(const vec *)bias;                                                          \
-            high[m] = *(const vec *)(bias + LANES);                                               \
-        }                                                                                         \
+        START_SUMS(M)                                                                             \
         for (size_t k = 0; k < in; k++) {                                                         \
             vec w0 = *(const vec *)(w + k * PANEL), w1 = *(const vec *)(w + k * PANEL + LANES);   \
             __builtin_prefetch(soon + k * step, 0, 2);                                            \
-            _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                 \
-                float s = x[m * in + k];                                                          \
-                low[m] += w0 * s;                                                                 \
-                high[m] += w1 * s;                                                                \
-            }                                                                                     \
+            ADD_ROWS(M, k)                                                                        \
         }                                                                                         \
-        for (int m = 0; m < M; m++) {                                                             \
-            *(vec *)(y + m * stride) = low[m];                                                    \
-            *(vec *)(y + m * stride + LANES) = high[m];                                           \
-        }                                                                                         \
+        STORE_SUMS(M)                                                                             \
     }
 DEFINE_PANEL(1)
 DEFINE_PANEL(2)
@@ -58,7 +65,7 @@ DEFINE_PANEL(6)
 DEFINE_PANEL(7)
 DEFINE_PANEL(8)
 
-static void panel(int rows, const float *x, size_t in, const float *w, const float *bias, float *y,
+static inline void panel(int rows, const float *x, size_t in, const float *w, const float *bias, float *y,
                   size_t stride, const float *soon, size_t step) {
     switch (rows) {
     case 1: panel_1(x, in, w, bias, y, stride, soon, step); break;

@@ -26,6 +26,7 @@ from stage_worker.platforms.cpu import CpuPlatform
 
 CPU = torch.device("cpu")
 TORCH = TorchOperators()
+PRODUCT = "matrix product"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -269,6 +270,13 @@ class TestLibrary:
         ("source", "right", "wrong", "what"),
         [
             ("vector.h", "case 3: panel_3(", "case 3: panel_2(", "matrix product, 3 rows"),
+            (
+                "weights.h",
+                ") * scale - minus",
+                ") * scale + minus",
+                f"{PRODUCT} with codes, 1 rows",
+            ),
+            ("weights.h", "HALF_BITS 16", "HALF_BITS 15", f"{PRODUCT} with halves, 1 rows"),
             ("layers.c", "/ (float)width + eps", "/ (float)(width + 1) + eps", "RMS norm"),
             ("layers.c", "vexp(-g) + 1.0f", "vexp(-g) + 1.01f", "SiLU"),
             ("layers.c", "(c + i) + b *", "(c + i) - b *", "rotation, keys in the cache"),
@@ -288,7 +296,7 @@ class TestLibrary:
         what: str,
     ) -> None:
         """As a compiler with a fault would make them."""
-        for path in (build._HEADER, *build.SOURCES):
+        for path in (*build._HEADERS, *build.SOURCES):
             text = path.read_text()
             if path.name == source:
                 assert text.count(right) == 1
