@@ -101,9 +101,7 @@ async def measure(assets: ModelAssets, make_engine: Callable[[], Any]) -> float:
         metrics=metrics,
         max_requests=MAX_REQUESTS,
     )
-    app = create_rest_app(
-        frontend, engine, lambda: {}, metrics, RestConfig(api_keys=(), version="0")
-    )
+    app = create_rest_app(frontend, engine, lambda: {}, metrics, RestConfig(version="0"))
     server = RestServer(app)
     port = server.bind("127.0.0.1", 0)
     stop = asyncio.Event()

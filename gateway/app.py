@@ -19,6 +19,7 @@ from pathlib import Path
 import uvloop
 
 from gateway.banner import banner
+from gateway.door_security import DoorSecurity, door_security
 from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduled_step import SchedulerLimits
 from gateway.engine.waiting_queue import SchedulingPolicy
@@ -76,12 +77,12 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
     failure: StagemeshError | None = None
     with contextlib.ExitStack() as stack:
         try:
-            deployment, assets = _prepare(config, stack, launch_workers=launch_workers)
+            deployment, assets, doors = _prepare(config, stack, launch_workers=launch_workers)
             trace = None if config.step_trace is None else StepTrace(Path(config.step_trace))
         except ConfigError as error:
             raise _for_good(error) from error
         try:
-            uvloop.run(_serve_until_stopped(deployment, assets, trace))
+            uvloop.run(_serve_until_stopped(deployment, assets, doors, trace))
         except* Stopped:
             pass
         except* StagemeshError as errors:
@@ -102,11 +103,12 @@ def _for_good(error: ConfigError) -> UsageError:
 
 def _prepare(
     config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: bool
-) -> tuple[Deployment, ModelAssets]:
+) -> tuple[Deployment, ModelAssets, DoorSecurity]:
     """All that can be refused before a port is bound or a worker started. Outside of the
     event loop: a download may take long, and Ctrl-C must end it. Raises `ConfigError`."""
+    doors = door_security(config)
     deployment = deploy(config, stack, launch_workers=launch_workers)
-    return deployment, load_assets(config, deployment.model_path)
+    return deployment, load_assets(config, deployment.model_path), doors
 
 
 class _StopRequest:
@@ -126,14 +128,14 @@ class _StopRequest:
 
 
 async def _serve_until_stopped(
-    deployment: Deployment, assets: ModelAssets, trace: StepTrace | None
+    deployment: Deployment, assets: ModelAssets, doors: DoorSecurity, trace: StepTrace | None
 ) -> None:
     stop = _StopRequest()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.ask, INTERRUPT_DRAIN_SECONDS)
     loop.add_signal_handler(signal.SIGTERM, stop.ask, deployment.config.drain_timeout)
     try:
-        await Gateway(deployment, assets, trace).run(stop)
+        await Gateway(deployment, assets, doors, trace).run(stop)
     finally:
         if trace is not None:
             trace.close()
@@ -143,13 +145,18 @@ class Gateway:
     """Everything in the gateway process, and the order in which it comes and goes."""
 
     def __init__(
-        self, deployment: Deployment, assets: ModelAssets, trace: StepTrace | None
+        self,
+        deployment: Deployment,
+        assets: ModelAssets,
+        doors: DoorSecurity,
+        trace: StepTrace | None,
     ) -> None:
         config, plan = deployment.config, deployment.plan
         self._config = config
         self._plan = plan
         self._launcher = deployment.launcher
         self._tls = deployment.tls
+        self._doors = doors
         self._assets = assets
         self._metrics = Metrics()
         self._control = ControlService(
@@ -215,19 +222,21 @@ class Gateway:
         """Serves until stopped (`Stopped`) or failed (a `StagemeshError`)."""
         config = self._config
         control = control_server(self._control)
-        inference_server = create_inference_server(self._frontend, api_keys=config.api_key)
+        inference_server = create_inference_server(self._frontend, keys=self._doors.keys)
         rest_server = RestServer(
             create_rest_app(
                 self._frontend,
                 self._mesh,
                 self._mesh.view,
                 self._metrics,
-                RestConfig(api_keys=config.api_key, version=__version__),
+                RestConfig(self._doors.keys, config.allowed_origins, __version__),
                 not_ready_reason=self._why_not_ready,
-            )
+            ),
+            None if self._doors.rest_tls is None else self._doors.rest_tls.context,
         )
         launcher = self._launcher
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._doors.renewed())
             stack.callback(self._frontend.close)
             stack.push_async_callback(self._control.close)
             stack.push_async_callback(self._mesh.close)
@@ -302,10 +311,8 @@ class Gateway:
         host = self._config.host
         model = self._frontend.model_names[0]
         chat = self._assets.chat_template is not None
-        print(
-            banner(host, rest_port, grpc_port, model, chat=chat, keys=bool(self._config.api_key)),
-            flush=True,
-        )
+        keys, tls = self._doors.keys.required, self._doors.rest_tls is not None
+        print(banner(host, rest_port, grpc_port, model, chat=chat, keys=keys, tls=tls), flush=True)
 
     async def _watch_workers(self, launcher: Launcher) -> None:
         ended = await launcher.first_exit()

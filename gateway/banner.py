@@ -8,10 +8,18 @@ from services.rpc.addresses import join_host_port
 
 
 def banner(
-    host: str, rest_port: int, grpc_port: int, model: str, *, chat: bool, keys: bool = False
+    host: str,
+    rest_port: int,
+    grpc_port: int,
+    model: str,
+    *,
+    chat: bool,
+    keys: bool = False,
+    tls: bool = False,
 ) -> str:
-    """The text, ending with a curl line that works when pasted."""
-    url = f"http://{join_host_port(host, rest_port)}"
+    """The text, ending with a curl line that works when pasted; with `tls` where the server's
+    CA is trusted."""
+    url = f"{'https' if tls else 'http'}://{join_host_port(host, rest_port)}"
     if chat:
         path = "/v1/chat/completions"
         body: dict[str, object] = {

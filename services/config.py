@@ -88,6 +88,13 @@ class ServeConfig:
     seed: int | None = None
     """Makes the seeds that the gateway draws repeatable."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: str | None = None
+    """File with the hashes of more keys; read again when it changes."""
+    ssl_certfile: str | None = None
+    """The REST door's certificate; None: HTTP without TLS."""
+    ssl_keyfile: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages whose scripts may read the REST door's answers."""
     device: str = "auto"
     sim_cost: str | None = None
     """File with what steps cost on simulated devices."""

@@ -3,7 +3,9 @@ place of it, clients apart, that knows gRPC."""
 
 from __future__ import annotations
 
+import ipaddress
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +83,31 @@ def _read(path: Path | str | None) -> bytes | None:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What goes with every call."""
-    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+def call_metadata(
+    api_key: str | None, address: str, tls: TLSConfig | None
+) -> tuple[tuple[str, str], ...]:
+    """What goes with every call. Warns of a key that would be readable on its way."""
+    if api_key is None:
+        return ()
+    if tls is None and not is_local(address):
+        warnings.warn(
+            f"the API key goes to {address} without TLS: whoever is on the way can read it; "
+            "give tls=TLSConfig(...)",
+            UserWarning,
+            stacklevel=3,
+        )
+    return (("authorization", f"Bearer {api_key}"),)
+
+
+def is_local(address: str) -> bool:
+    """Whether "host:port" stays on this machine, as far as the text tells."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def translate(error: Any, address: str) -> StagemeshError:

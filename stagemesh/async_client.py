@@ -106,12 +106,13 @@ class AsyncClient:
         `address` is "host:port" of the service's gRPC door. `timeout` is the deadline of each
         call in seconds, where the call names none. A call that finds the service full or
         not there is tried again up to `max_retries` times, if it has given nothing yet.
-        Raises `ConfigError` where a TLS file cannot be read.
+        Raises `ConfigError` where a TLS file cannot be read; warns where `api_key` would go to
+        another machine without `tls`.
         """
         self._address = address
         self._timeout = timeout
         self._max_retries = max_retries
-        self._metadata = call_metadata(api_key)
+        self._metadata = call_metadata(api_key, address, tls)
         self._closed = False
         self._channel = (
             grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

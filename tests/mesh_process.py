@@ -35,7 +35,7 @@ ENDLESS_TOKENS = 16_000
 ENDLESS = TinyShape(max_position_embeddings=ENDLESS_TOKENS + 512)
 """A tiny model that can be asked for them."""
 _JOIN_AT = re.compile(r"workers join at ([^:]+):(\d+)")
-_BANNER = re.compile(r"serves (\S+) at (http://\S+) \(gRPC (\S+)\)")
+_BANNER = re.compile(r"serves (\S+) at (https?://\S+) \(gRPC (\S+)\)")
 
 
 class MeshProcess:
@@ -64,6 +64,8 @@ class MeshProcess:
             prefix="stagemesh-test-", suffix=".log"
         )
         self._log_text = ""
+        self.output = ""
+        """What the gateway has written to stdout."""
         self._ready = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self.model_name = ""
@@ -128,6 +130,7 @@ class MeshProcess:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
+                self.output += line
                 if (found := _BANNER.search(line)) is not None:
                     self.model_name, self.url, self.grpc_address = found.groups()
                     self._ready.set()

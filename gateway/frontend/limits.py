@@ -14,6 +14,14 @@ from services.rpc import INFERENCE_MAX_REQUEST_BYTES
 MAX_BODY_BYTES = INFERENCE_MAX_REQUEST_BYTES
 """HTTP body, counted while it is read; the same as one gRPC request message."""
 
+MAX_CONNECTIONS = 4096
+"""HTTP connections that are open at a time, or 256 less than the process's open files where that
+is less; the next one gets 429 and is closed."""
+
+HEAD_TIMEOUT_SECONDS = 20.0
+"""From the start of a connection, or of a request on it, until the request's head is there; then
+the connection is closed. A TLS handshake that does not end is given up by asyncio."""
+
 BODY_TIMEOUT_SECONDS = 30.0
 """A body that has not arrived by then is given up, so that slow senders hold nothing."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from gateway.frontend import limits
+from gateway.frontend.api_keys import ApiKeys
 from gateway.frontend.frontend import Frontend
 from gateway.grpc_server.auth import ApiKeyInterceptor
 from gateway.grpc_server.service import SERVICE_NAME, InferenceService
@@ -16,7 +15,7 @@ from stagemesh.v1 import inference_pb2_grpc
 def create_inference_server(
     frontend: Frontend,
     *,
-    api_keys: Sequence[str] = (),
+    keys: ApiKeys | None = None,
 ) -> RpcServer:
     """The server, not bound and not started yet; see `services.rpc`.
 
@@ -26,7 +25,7 @@ def create_inference_server(
     server = RpcServer(
         [SERVICE_NAME],
         limits=INFERENCE_SERVER_LIMITS,
-        interceptors=[ApiKeyInterceptor(api_keys, SERVICE_NAME)],
+        interceptors=[ApiKeyInterceptor(keys or ApiKeys(), SERVICE_NAME)],
         max_concurrent_rpcs=frontend.max_requests + limits.SPARE_RPCS,
         is_serving=lambda: frontend.engine.ready,
     )

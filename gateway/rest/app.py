@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from gateway.engine.types import Engine
 from gateway.frontend import limits
+from gateway.frontend.api_keys import ApiKeys
 from gateway.frontend.frontend import Frontend, new_request_id
 from gateway.frontend.params import check_timeout
 from gateway.frontend.prompts import ChatPrompt, FieldNames, Prompt, TextPrompt, TokenPrompt
@@ -34,14 +36,17 @@ from services.telemetry import Metrics
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OWNER = "stagemesh"
+CORS_SECONDS = 600
+"""How long a browser remembers what it may ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestConfig:
     """What the application needs besides the objects it calls."""
 
-    api_keys: tuple[str, ...] = ()
-    """Empty lets everyone in."""
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages whose scripts may read answers; "*" is all. Empty: none."""
     version: str = "0.0.0"
 
 
@@ -83,7 +88,17 @@ def create_rest_app(
         app, mesh_view, metrics, config.version, not_ready_reason or _engine_reason(engine)
     )
     describe_answers(app)
-    app.add_middleware(Edge, api_keys=config.api_keys, metrics=metrics)
+    app.add_middleware(Edge, keys=config.keys, metrics=metrics)
+    if config.allowed_origins:
+        # Outermost: a browser asks for leave without the key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("authorization", "content-type", "x-request-id"),
+            expose_headers=("x-request-id", "retry-after"),
+            max_age=CORS_SECONDS,
+        )
     metrics.declare_endpoints(
         path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))
     )

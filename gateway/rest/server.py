@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.rest.protocol import Protocol
 from services.errors import ConfigError
 from services.rpc import settings
 from services.rpc.addresses import host_flag, join_host_port, resolve
@@ -52,8 +54,9 @@ class _Uvicorn(uvicorn.Server):
 class RestServer:
     """One HTTP server: `bind`, then `run` in a task."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
+        self._tls = tls
         self._socket: socket.socket | None = None
 
     def bind(self, host: str, port: int, *, flag: str = "--port") -> int:
@@ -96,7 +99,7 @@ class RestServer:
         server = _Uvicorn(
             uvicorn.Config(
                 self._app,
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -107,6 +110,8 @@ class RestServer:
             ),
             stop,
         )
+        server.config.load()
+        server.config.ssl = self._tls
         listener, self._socket = self._socket, None
         try:
             await server.serve(sockets=[listener])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from services.cli.arguments import Positional, parse_arguments
@@ -9,7 +10,7 @@ from services.cli.environment import take_environment
 from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS
 from services.cli.main import load_service
 from services.cli.settings import serve_config, stage_worker_config
-from services.config import ServeConfig
+from services.config import API_KEY_VARIABLE, ServeConfig
 
 MODEL = Positional(
     "MODEL",
@@ -54,4 +55,9 @@ def stage_worker(argv: Sequence[str]) -> int:
 
 def _serve_config(command: str, description: str, argv: Sequence[str]) -> ServeConfig:
     arguments = parse_arguments(command, description, SERVE_GROUPS, MODEL, argv)
+    if "api_key" in arguments.values:
+        sys.stderr.write(
+            "stagemesh: warning: --api-key on a command line is shown to every user of this "
+            f"machine; use --api-key-file, or {API_KEY_VARIABLE} in the environment\n"
+        )
     return serve_config(command, arguments, SERVE_GROUPS, take_environment())

@@ -178,6 +178,27 @@ SERVE_GROUPS = (
                 environment=API_KEY_VARIABLE,
             ),
             Flag(
+                ("--api-key-file",),
+                values.path,
+                "file with hashes of keys, as stagemesh keys writes it; read again when it changes",
+                metavar="FILE",
+            ),
+            Flag(
+                ("--ssl-certfile",),
+                values.path,
+                "certificate of the REST API, with its chain (PEM); read again when it changes",
+                metavar="FILE",
+            ),
+            Flag(("--ssl-keyfile",), values.path, "its private key (PEM)", metavar="FILE"),
+            Flag(
+                ("--allowed-origins",),
+                json_values.origins,
+                "web pages that may call the REST API from a browser, like "
+                "https://chat.example; default: none",
+                metavar="ORIGIN",
+                arity=Arity.MANY,
+            ),
+            Flag(
                 ("--served-model-name",),
                 values.texts,
                 "names that clients may use for the model; default: MODEL, of a path the last part",

@@ -6,14 +6,16 @@ As in `services.cli.values`, a parser raises `ValueError` with what is wrong and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import NoReturn
 
-from services.cli.values import Raw
+from services.cli.values import Raw, texts
 from services.text import shown
 from services.topology.additional_config import AdditionalConfig, read_additional_config
 from services.topology.kv_transfer import KvTransferConfig, read_kv_transfer_config
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 _RULE = 'must be a JSON object, like {"key": "value"}'
 
 
@@ -25,6 +27,21 @@ def additional_config(raw: Raw) -> AdditionalConfig:
 def kv_transfer_config(raw: Raw) -> KvTransferConfig | None:
     """`--kv-transfer-config`; None where it asks for nothing."""
     return read_kv_transfer_config(json_object(raw))
+
+
+def origins(raw: Raw) -> tuple[str, ...]:
+    """`--allowed-origins`: origins, or as vLLM has it one JSON list of them; * is all."""
+    rule = "must be origins like https://chat.example (scheme, host, port), or *"
+    found = texts(raw)
+    if len(found) == 1 and found[0].startswith("["):
+        try:
+            found = texts(json.loads(found[0]))
+        except json.JSONDecodeError:
+            raise ValueError(rule) from None
+    for origin in found:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(rule)
+    return found
 
 
 def json_object(raw: Raw) -> Mapping[str, object]:

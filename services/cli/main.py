@@ -64,6 +64,12 @@ def _bench(argv: Sequence[str]) -> int:
     return bench(argv)
 
 
+def _keys(argv: Sequence[str]) -> int:
+    from services.cli.keys_command import keys
+
+    return keys(argv)
+
+
 def _model(argv: Sequence[str]) -> int:
     from services.cli.model_command import model
 
@@ -89,6 +95,7 @@ COMMANDS = (
     Command("plan", "what a layout needs and whether it fits; starts nothing", _plan),
     Command("doctor", "what is wrong with this node or mesh, and what to do", _doctor),
     Command("bench", "measure an OpenAI endpoint, of any server", _bench),
+    Command("keys", "API keys for clients, stored hashed", _keys),
     Command("model", "fetch the demo model", _model),
     Command("certs", "a private CA for TLS between the parts", _certs),
     Command("version", "versions of Stagemesh and what it runs on", _version),

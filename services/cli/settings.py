@@ -277,8 +277,23 @@ def contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
     else:
         yield from _node_contradictions(command, config)
     yield from _equal_ports(command, config)
+    yield from _tls_contradictions(config)
+
+
+def _tls_contradictions(config: ServeConfig) -> Iterator[UsageError]:
     if config.require_tls and config.tls_dir is None:
         yield _no_tls()
+    if config.require_tls and config.ssl_certfile is None and not config.headless:
+        yield UsageError(
+            "--require-tls needs --ssl-certfile and --ssl-keyfile for the REST API; the gateway's "
+            "of --tls-dir will do where its clients trust the mesh's CA",
+            param="--require-tls",
+        )
+    if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
+        has, lacks = "--ssl-certfile", "--ssl-keyfile"
+        if config.ssl_certfile is None:
+            has, lacks = lacks, has
+        yield UsageError(f"{has} needs {lacks} with it", param=lacks)
 
 
 def _no_tls() -> UsageError:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.config import DEFAULT_HOST, ServeConfig
+from services.errors import ConfigError
 from services.launch.launcher import Launcher
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.ray_bundles import HEAD_NODE_RANK
@@ -21,12 +23,15 @@ from services.launch.ray_cluster import connect
 from services.launch.ray_launcher import RayLauncher
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
-from services.rpc.addresses import check_master_address
+from services.rpc.addresses import check_door_address, check_master_address
 from services.rpc.certificate import own_identity
 from services.rpc.roles import Role
 from services.rpc.tls import TlsFiles
 
 log = logging.getLogger("stagemesh.gateway")
+
+RAY_TLS_ENV = "RAY_USE_TLS"
+"""Ray's own switch; RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT name its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,12 @@ def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: 
 
 
 def _on_ray(config: ServeConfig, stack: contextlib.ExitStack) -> Deployment:
+    if config.require_tls and os.environ.get(RAY_TLS_ENV) != "1":
+        raise ConfigError(
+            f"--require-tls with Ray needs {RAY_TLS_ENV}=1 and Ray's certificates in the "
+            "environment of every node: Ray's own connections start the ranks",
+            param="--require-tls",
+        )
     node = socket.gethostname()
     model_path = resolve_model(config.model)
     # What is wrong with model or sizes is said before a cluster is started for it.
@@ -94,8 +105,16 @@ def _check_security(config: ServeConfig, *, launch_workers: bool) -> TlsFiles | 
     """Addresses and certificates; what the gateway shows. Raises `ConfigError`."""
     has_tls = config.tls_dir is not None
     warning = check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
-    if warning is not None:
-        log.warning("%s", warning)
+    doors = check_door_address(
+        config.host,
+        insecure=config.insecure,
+        rest_tls=config.ssl_certfile is not None,
+        grpc_tls=has_tls,
+        keys=bool(config.api_key) or config.api_key_file is not None,
+    )
+    for line in (warning, doors):
+        if line is not None:
+            log.warning("%s", line)
     if launch_workers:
         own_identity(config.tls_dir, Role.STAGE_WORKER, (config.master_addr,))
     return own_identity(config.tls_dir, Role.GATEWAY, (config.master_addr,))

@@ -33,7 +33,7 @@ class RayLauncher:
         """`config` says which kind of device the cluster has."""
         self._cluster = cluster
         # Ray may keep what it carries, and workers need no key; other nodes have no such file.
-        self._config = replace(config, api_key=(), sim_cost=None)
+        self._config = replace(config, api_key=(), api_key_file=None, sim_cost=None)
         self._model_path = str(model_path)
         self._places = tuple(places)
         self._running: dict[asyncio.Future[RankEnd], tuple[RankPlace, RankRun]] = {}

@@ -192,6 +192,38 @@ def check_master_address(master_addr: str, *, insecure: bool, tls: bool) -> str 
     )
 
 
+def check_door_address(
+    host: str, *, insecure: bool, rest_tls: bool, grpc_tls: bool, keys: bool
+) -> str | None:
+    """What to say about clients' traffic to the front doors at this address; None on loopback,
+    and where nothing is open.
+
+    Raises `UsageError` for a public address without TLS unless that is allowed. All interfaces
+    of a node (0.0.0.0) may be a container's or behind a proxy: they get the warning.
+    """
+    addresses = addresses_of(host, flag="--host")
+    if all(address.is_loopback for address in addresses):
+        return None
+    open_doors = []
+    if not rest_tls:
+        open_doors.append("REST is not encrypted (--ssl-certfile)")
+    if not grpc_tls:
+        open_doors.append("gRPC is not encrypted (--tls-dir)")
+    if open_doors and not insecure:
+        for address in addresses:
+            if not address.is_unspecified and _is_public(address):
+                raise UsageError(
+                    f"--host {shown(host)} is a public address: {', '.join(open_doors)}; use a "
+                    "private address, set up TLS, or say --insecure",
+                    param="--host",
+                )
+    if not keys:
+        open_doors.append("no API key is asked for (--api-key-file)")
+    if not open_doors:
+        return None
+    return f"clients reach --host {shown(host)} from other machines: {', '.join(open_doors)}"
+
+
 def join_host_port(host: str, port: int) -> str:
     """ "host:port", with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -52,7 +52,7 @@ def test_a_unit_is_complete_and_hardened(name: str) -> None:
 @pytest.mark.parametrize("name", [*NAMES, "gateway.yaml", "stage-worker.yaml"])
 def test_no_secrets(name: str) -> None:
     text = (UNITS / name).read_text("utf-8")
-    assert not re.findall(r"(?im)^[^#\n]*(?:api[-_]key|token|password|secret)", text)
+    assert not re.findall(r"(?im)^[^#\n]*(?:api[-_]key(?!-file:)|token|password|secret)", text)
 
 
 def test_the_gateway_unit_and_its_settings_make_a_config() -> None:
@@ -67,6 +67,11 @@ def test_the_gateway_unit_and_its_settings_make_a_config() -> None:
         host="127.0.0.1",
         master_addr="192.0.2.10",
         master_port=DEFAULT_MASTER_PORT,
+        tls_dir="/etc/stagemesh/tls",
+        require_tls=True,
+        ssl_certfile="/etc/stagemesh/tls/gateway.pem",
+        ssl_keyfile="/etc/stagemesh/tls/gateway.key",
+        api_key_file="/etc/stagemesh/keys",
     )
 
 
@@ -76,7 +81,12 @@ def test_the_worker_unit_and_its_settings_make_a_config() -> None:
     parsed = parse_arguments(command, "", STAGE_WORKER_GROUPS, None, arguments)
     config = stage_worker_config(parsed, STAGE_WORKER_GROUPS, {})
     assert config == StageWorkerConfig(
-        master_addr="192.0.2.10", host="192.0.2.11", node_rank=1, pp_rank=1
+        master_addr="192.0.2.10",
+        host="192.0.2.11",
+        node_rank=1,
+        pp_rank=1,
+        tls_dir="/etc/stagemesh/tls",
+        require_tls=True,
     )
 
 

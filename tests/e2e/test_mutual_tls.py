@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +12,16 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.api_keys import add_key, read_keys
 from services.rpc.roles import Role
-from stagemesh import Client, NotPermitted, PipelineUnavailable, TLSConfig
+from stagemesh import Client, NotAuthenticated, NotPermitted, PipelineUnavailable, TLSConfig
 from tests.certificates import Pki
 from tests.mesh_process import MeshProcess
 from tests.simulated_mesh import expected_outputs, make_model, prompts_of
 
+OWN_KEY = "canary-of-the-environment-5b1f"
+WRONG_KEY = "canary-that-is-wrong-77aa"
+PROMPT = "canary-of-a-prompt-c0de"
 LAYOUT = ("--nnodes", "2", "-tp", "1", "-pp", "2", "--device", "sim")
 
 
@@ -26,12 +31,42 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory, pki: Pki) -> Iterator[MeshProcess]:
-    model = make_model(tmp_path_factory.mktemp("tls") / "model")
-    tls = ("--tls-dir", str(pki.tls_dir))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def stored_key(directory: Path) -> str:
+    return add_key(directory / "keys", "client")
+
+
+@pytest.fixture(scope="module")
+def mesh(directory: Path, pki: Pki, stored_key: str) -> Iterator[MeshProcess]:
+    """All that --require-tls asks for, and keys by every way but the command line."""
+    model = make_model(directory / "model")
+    tls = ("--tls-dir", str(pki.tls_dir), "--require-tls")
+    files = pki.files(Role.GATEWAY)
+    doors = (
+        *("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.private_key)),
+        *("--api-key-file", str(directory / "keys"), "--step-trace", str(directory / "trace")),
+    )
     node = [*LAYOUT, "--node-rank", "1", *tls]
-    with MeshProcess(model, *LAYOUT, "--master-port", "0", *tls, nodes=[node]) as mesh:
+    environment = {"STAGEMESH_API_KEY": OWN_KEY, "STAGEMESH_LOG_LEVEL": "DEBUG"}
+    with MeshProcess(
+        model,
+        *(*LAYOUT, "--master-port", "0", *tls, *doors),
+        nodes=[node],
+        environment=environment,
+    ) as mesh:
         yield mesh
+
+
+@pytest.fixture
+def http(mesh: MeshProcess, pki: Pki, stored_key: str) -> Iterator[httpx.Client]:
+    verify = ssl.create_default_context(cafile=pki.files(Role.CLIENT).ca)
+    headers = {"authorization": f"Bearer {stored_key}"}
+    with httpx.Client(base_url=mesh.url, verify=verify, headers=headers, timeout=10) as http:
+        yield http
 
 
 def sdk(pki: Pki, role: Role) -> TLSConfig:
@@ -39,22 +74,28 @@ def sdk(pki: Pki, role: Role) -> TLSConfig:
     return TLSConfig(files.ca, files.certificate, files.private_key)
 
 
-def test_it_serves_over_tls_only(mesh: MeshProcess, pki: Pki) -> None:
+def test_it_serves_over_tls_only(
+    mesh: MeshProcess, pki: Pki, http: httpx.Client, stored_key: str
+) -> None:
     prompts = prompts_of(2, 5)
-    with Client(mesh.grpc_address, tls=sdk(pki, Role.CLIENT)) as client:
+    with Client(mesh.grpc_address, tls=sdk(pki, Role.CLIENT), api_key=stored_key) as client:
         answers = [
             list(client.generate(token_ids=prompt, max_tokens=6, ignore_eos=True).token_ids)
             for prompt in prompts
         ]
     assert answers == expected_outputs(prompts, 6)
-    assert httpx.get(f"{mesh.url}/ready").status_code == 200
+    assert mesh.url.startswith("https://")
+    assert http.get("/ready").status_code == 200
+    assert http.get("/v1/models").status_code == 200
     with (
         Client(mesh.grpc_address, max_retries=0, timeout=5) as client,
         pytest.raises(PipelineUnavailable),
     ):
         client.models()
     with (
-        Client(mesh.grpc_address, tls=sdk(pki, Role.STAGE_WORKER), timeout=5) as client,
+        Client(
+            mesh.grpc_address, tls=sdk(pki, Role.STAGE_WORKER), api_key=stored_key, timeout=5
+        ) as client,
         pytest.raises(NotPermitted, match="is for role client"),
     ):
         client.models()
@@ -116,3 +157,48 @@ def test_a_worker_without_a_place_says_why_and_leaves(
         done = command(*worker, *flags)
         assert done.returncode == 1
         assert "no TLS connection to the head" in done.stderr and words in done.stderr
+
+
+def test_secrets_are_nowhere_to_be_seen(
+    mesh: MeshProcess, pki: Pki, http: httpx.Client, stored_key: str, directory: Path
+) -> None:
+    """Keys, right and wrong, prompts and private keys: not in logs, answers, metrics, traces,
+    process titles, nor in what children inherit."""
+    body = {"model": mesh.model_name, "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+    own, wrong = ({"authorization": f"Bearer {key}"} for key in (OWN_KEY, WRONG_KEY))
+    assert http.post("/v1/completions", json=body, headers=own).status_code == 200
+    answers = [
+        http.post("/v1/completions", json=body, headers=wrong),
+        http.post("/v1/completions", json=body | {"temperature": 9}),
+        http.post("/nothing", json=body),
+    ]
+    assert [answer.status_code for answer in answers] == [401, 400, 404]
+    with (
+        Client(mesh.grpc_address, tls=sdk(pki, Role.CLIENT), api_key=WRONG_KEY) as client,
+        pytest.raises(NotAuthenticated) as refused,
+    ):
+        client.models()
+    answers += [http.get(path) for path in ("/v1/mesh", "/metrics", "/version", "/openapi.json")]
+    seen = {
+        "answers": "".join(answer.text for answer in answers) + str(refused.value),
+        "log": mesh.log(),
+        "stdout": mesh.output,
+        "trace": (directory / "trace").read_text(),
+    }
+    gateway = mesh.process.pid
+    for process in mesh.tree():
+        seen[f"title of {process.pid}"] = " ".join(process.cmdline())
+        if process.pid != gateway:
+            # A process's own environment is what it was started with, and readable for its user.
+            seen[f"environment of {process.pid}"] = str(process.environ())
+    key_lines = [
+        line
+        for path in (*pki.tls_dir.glob("*.key"), pki.ca / "ca.key")
+        for line in path.read_text().splitlines()
+        if "PRIVATE KEY" not in line
+    ]
+    digests = [key.digest.hex() for key in read_keys(directory / "keys")]
+    assert len(seen) > 8 and "request done" in seen["log"] and key_lines
+    for secret in (OWN_KEY, WRONG_KEY, stored_key, PROMPT, *key_lines, *digests):
+        for where, text in seen.items():
+            assert secret not in text, f"{secret} is in the {where}"

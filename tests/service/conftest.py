@@ -11,6 +11,7 @@ import openai
 import pytest
 from front_doors import MESH, FakeGateway, Rest, make_gateway, write_model
 
+from gateway.frontend.api_keys import ApiKeys
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
 
@@ -40,7 +41,7 @@ async def rest(gateway: FakeGateway, api_keys: tuple[str, ...]) -> AsyncIterator
         gateway.engine,
         lambda: MESH,
         gateway.metrics,
-        RestConfig(api_keys=api_keys, version="1.2.3"),
+        RestConfig(ApiKeys(api_keys), version="1.2.3"),
     )
     server = RestServer(app)
     url = f"http://127.0.0.1:{server.bind('127.0.0.1', 0)}"

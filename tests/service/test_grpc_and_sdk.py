@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import warnings
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
@@ -14,13 +15,14 @@ from front_doors import MODEL, REPLY, FakeGateway, until
 import services.errors
 import stagemesh
 import stagemesh.errors
+from gateway.frontend.api_keys import ApiKeys
 from gateway.frontend.chat_template import Message
 from gateway.frontend.prompts import ChatPrompt
 from gateway.grpc_server.convert import prompt_of
 from gateway.grpc_server.server import create_inference_server
 from services.errors import PipelineUnavailable, Saturated, StageFailed
 from services.rpc import RpcServer
-from stagemesh import AsyncClient, ChatMessage, Client, Usage
+from stagemesh import AsyncClient, ChatMessage, Client, TLSConfig, Usage
 from stagemesh._wire import Options, generate_request
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -36,7 +38,7 @@ class Door:
 
 @pytest.fixture
 async def door(gateway: FakeGateway, api_keys: tuple[str, ...]) -> AsyncIterator[Door]:
-    server = create_inference_server(gateway.frontend, api_keys=api_keys)
+    server = create_inference_server(gateway.frontend, keys=ApiKeys(api_keys))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
     async with AsyncClient(address, timeout=10, max_retries=0) as client:
@@ -359,3 +361,30 @@ def test_every_public_name_can_be_imported() -> None:
         assert getattr(stagemesh, name) is not None
     with pytest.raises(AttributeError):
         _ = stagemesh.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:8001", True),
+        ("localhost:8001", True),
+        ("[::1]:8001", True),
+        ("unix:/run/x", True),
+        ("10.0.0.1:8001", False),
+        ("localhost.example:8001", False),
+    ],
+)
+async def test_a_key_that_would_be_readable_on_its_way_is_warned_of(
+    address: str, local: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async with AsyncClient(address, api_key="k"):
+            pass
+        async with AsyncClient(address, api_key="k", tls=TLSConfig()):
+            pass
+        async with AsyncClient(address):
+            pass
+    said = [str(each.message) for each in caught]
+    assert all("without TLS" in line and '"k"' not in line for line in said)
+    assert len(said) == (0 if local else 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import commands, main
 from services.cli.arguments import Positional, parse_arguments
 from services.cli.doctor_flags import DOCTOR_GROUPS
 from services.cli.flags import SERVE_GROUPS, STAGE_WORKER_GROUPS, all_flags
@@ -283,3 +284,57 @@ def test_the_list_of_vllm_is_the_real_one() -> None:
     flags = vllm_serve_flags()
     assert len(flags) > 300
     assert {"--enable-lora", "--nnodes", "--api-server-count", "-dp", "-O", "--uds"} <= flags
+
+
+TLS = ("--tls-dir", "tls", "--require-tls")
+HTTPS = ("--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--require-tls",), "--require-tls needs --tls-dir"),
+        (TLS, "--require-tls needs --ssl-certfile and --ssl-keyfile"),
+        (HTTPS[:2], "--ssl-certfile needs --ssl-keyfile"),
+        (HTTPS[2:], "--ssl-keyfile needs --ssl-certfile"),
+        (("--allowed-origins", "chat.example"), "--allowed-origins must be origins like"),
+        (("--allowed-origins", "[https://a"), "--allowed-origins must be origins like"),
+    ],
+)
+def test_security_that_is_half_said_is_refused(argv: tuple[str, ...], message: str) -> None:
+    assert message in refusal("m", *argv)
+
+
+def test_security_that_is_whole() -> None:
+    config = parse("m", *TLS, *HTTPS, "--api-key-file", "~/keys")
+    assert config.tls_dir is not None and Path(config.tls_dir).is_absolute()
+    assert config.api_key_file == str(Path.home() / "keys")
+    node = ("--nnodes", "2", "--node-rank", "1", "--headless")
+    assert parse("m", *node, *TLS).require_tls
+    assert parse("m", environment={"STAGEMESH_TLS_DIR": "/t"}).tls_dir == "/t"
+    arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, ("--require-tls",))
+    with pytest.raises(UsageError, match="--require-tls needs --tls-dir"):
+        stage_worker_config(arguments, STAGE_WORKER_GROUPS, {})
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("https://a.example", "http://b:8080"), ('["https://a.example", "http://b:8080"]',)],
+    ids=["words", "vLLM's JSON"],
+)
+def test_origins(argv: tuple[str, ...]) -> None:
+    origins = parse("m", "--allowed-origins", *argv).allowed_origins
+    assert origins == ("https://a.example", "http://b:8080")
+    assert parse("m", "--allowed-origins", "*").allowed_origins == ("*",)
+
+
+def test_a_key_on_the_command_line_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "load_service", lambda *_: lambda _: 0)
+    assert main(["serve", "m", "--api-key", "secret"]) == 0
+    warning = capfd.readouterr().err
+    assert "shown to every user of this machine" in warning and "secret" not in warning
+    monkeypatch.setenv("STAGEMESH_API_KEY", "secret")
+    assert main(["serve", "m"]) == 0
+    assert capfd.readouterr().err == ""

@@ -15,6 +15,7 @@ from services.doctor.gather import bind_error
 from services.errors import UsageError
 from services.rpc.addresses import (
     HOST_IP_ENV,
+    check_door_address,
     check_master_address,
     interface_of,
     own_address_towards,
@@ -149,3 +150,34 @@ def test_an_address_from_the_environment_is_named_as_such(
     assert caught.value.message.startswith(words)
     monkeypatch.setenv(HOST_IP_ENV, "127.0.0.1")
     assert own_address_towards("192.0.2.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_doors_on_loopback_need_no_word(host: str) -> None:
+    assert (
+        check_door_address(host, insecure=False, rest_tls=False, grpc_tls=False, keys=False) is None
+    )
+
+
+def test_what_is_open_at_the_doors_is_said_once() -> None:
+    def said(host: str, **flags: bool) -> str | None:
+        closed = {"insecure": False, "rest_tls": True, "grpc_tls": True, "keys": True}
+        return check_door_address(host, **(closed | flags))
+
+    for host in ("10.0.0.1", "0.0.0.0", "8.8.8.8"):
+        assert said(host) is None
+        assert "no API key" in str(said(host, keys=False))
+    warning = str(said("0.0.0.0", rest_tls=False, grpc_tls=False, keys=False))
+    for words in ("--host 0.0.0.0", "REST is not encrypted", "gRPC is not encrypted", "no API key"):
+        assert words in warning
+    for flags in ({"rest_tls": False}, {"grpc_tls": False}):
+        with pytest.raises(UsageError, match=r"^--host 8\.8\.8\.8 is a public address.*--insecure"):
+            said("8.8.8.8", **flags)
+        assert "not encrypted" in str(said("8.8.8.8", insecure=True, **flags))
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860::1"])
+def test_with_tls_a_public_address_is_taken_and_the_data_plane_named(address: str) -> None:
+    said = check_master_address(address, insecure=False, tls=True)
+    assert said is not None and "activations" in said and "not" in said
+    assert check_master_address("10.0.0.1", insecure=False, tls=True) is None
