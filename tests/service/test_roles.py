@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
 from services.certs import authority
 from services.errors import NotAuthenticated, NotPermitted
 from services.rpc import RpcServer, create_channel, error_from_rpc
-from services.rpc.roles import ROLES_OF_METHOD, Role, check_role
+from services.rpc.roles import ROLES_OF_METHOD, Role
 from services.rpc.tls import TlsFiles
 from tests.certificates import Pki
+from tests.service_methods import own_methods
 
-PROTOS = Path(__file__).parents[2] / "proto" / "stagemesh" / "v1"
 TIMEOUT_SECONDS = 5.0
 REFUSED = grpc.StatusCode.PERMISSION_DENIED
 NOT_IMPLEMENTED = "/grpc.health.v1.Health/List"
 """The library has no answer to it."""
-
-
-def own_methods() -> Iterator[MethodDescriptor]:
-    for path in sorted(PROTOS.glob("*.proto")):
-        module = importlib.import_module(f"stagemesh.v1.{path.stem}_pb2")
-        for service in module.DESCRIPTOR.services_by_name.values():
-            yield from service.methods
-
-
-def every_method() -> dict[str, MethodDescriptor]:
-    """By full name, those of the libraries too that all our servers have."""
-    others = [
-        service
-        for module in (health_pb2, reflection_pb2)
-        for service in module.DESCRIPTOR.services_by_name.values()
-    ]
-    methods = [*own_methods(), *(method for service in others for method in service.methods)]
-    return {f"/{m.containing_service.full_name}/{m.name}": m for m in methods}
-
-
-def test_every_method_has_a_rule_and_every_rule_a_method() -> None:
-    methods = every_method()
-    assert len(methods) > 15
-    without = sorted(methods.keys() - ROLES_OF_METHOD.keys())
-    assert not without, f"say in services/rpc/roles.py who may call {', '.join(without)}"
-    assert ROLES_OF_METHOD.keys() == methods.keys()
-    assert all(ROLES_OF_METHOD.values())
-
-
-def test_a_method_without_a_rule_is_nobodys() -> None:
-    for role in Role:
-        with pytest.raises(NotPermitted, match="no rule"):
-            check_role("/stagemesh.v1.New/Method", {"peer_uri": [role.uri.encode()]})
 
 
 def stub(method: MethodDescriptor) -> grpc.RpcMethodHandler:
