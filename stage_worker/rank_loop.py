@@ -31,6 +31,7 @@ from stage_worker import ipc
 from stage_worker.clock import Phase, StageTimer
 from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
 from stage_worker.layers.tensor_parallel import TensorParallel
+from stage_worker.plan_sizes import check_sizes
 from stage_worker.platforms import select_platform
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.references import ReturnedTokens
@@ -290,6 +291,7 @@ class RankLoop:
         )
 
     def _load(self, plan: stage_worker_pb2.StagePlan) -> None:
+        check_sizes(plan)
         self._compare(plan)
         if self._runner is None:
             self._runner = StageRunner(

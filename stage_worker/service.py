@@ -39,6 +39,8 @@ _SEVERITY = (
 """From best to worst: a worker is in the state of its worst rank."""
 
 MAX_DRAIN_SECONDS = 60.0
+MAX_FORM_SECONDS = 600.0
+"""For the ranks of a mesh to meet; who waits longer waits for nothing."""
 PLACE_TIMEOUT_SECONDS = 5.0
 """How long a call waits for the worker to learn its place."""
 SERVICE_NAME = stage_worker_pb2.DESCRIPTOR.services_by_name["StageWorkerService"].full_name
@@ -154,6 +156,12 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.FormGroupResponse:
         """Forms the groups of an epoch on every rank."""
+        if not 0 < request.timeout_seconds <= MAX_FORM_SECONDS:  # NaN is not, either
+            raise InvalidRequest(
+                f"'timeout_seconds' is {request.timeout_seconds}; above 0 and at most "
+                f"{MAX_FORM_SECONDS:g} work",
+                param="timeout_seconds",
+            )
         self._refuse_old(request.epoch)
         self._end_stream()
         self._error = None

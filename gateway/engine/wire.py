@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.engine.sequence import Sequence
 from gateway.engine.types import SamplingParams, TokenLogprob
+from services.errors import StageFailed
 from stagemesh.v1 import step_pb2
 
 
@@ -35,16 +36,24 @@ def slot_start(sequence: Sequence, slot: int) -> step_pb2.SlotStart:
 
 
 def logprobs_from_proto(row: step_pb2.ResultRow, num_tokens: int) -> tuple[TokenLogprob, ...]:
-    """Log probabilities of the row's first `num_tokens` tokens; empty where none were asked for."""
+    """Log probabilities of the row's first `num_tokens` tokens; empty where none were asked for.
+
+    Raises `StageFailed` for a row that is not whole.
+    """
     if not row.logprobs:
         return ()
-    return tuple(
-        TokenLogprob(
-            token_id=token_id,
-            logprob=logprobs.logprob,
-            top=tuple(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)),
+    try:
+        return tuple(
+            TokenLogprob(
+                token_id=token_id,
+                logprob=logprobs.logprob,
+                top=tuple(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)),
+            )
+            for token_id, logprobs in zip(
+                row.token_ids[:num_tokens], row.logprobs[:num_tokens], strict=False
+            )
         )
-        for token_id, logprobs in zip(
-            row.token_ids[:num_tokens], row.logprobs[:num_tokens], strict=False
-        )
-    )
+    except ValueError:
+        raise StageFailed(
+            f"row {row.row} of a result has not one log probability for each alternative"
+        ) from None

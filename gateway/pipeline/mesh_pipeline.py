@@ -125,7 +125,9 @@ class MeshPipeline:
                 if response.WhichOneof("event") == "error":
                     await self._failed_on(response.error)
                     return
-                if first_of_stage:
+                # An old epoch's are nobody's any more.
+                if first_of_stage and response.result.epoch == self._epoch:
+                    self._refuse_out_of_turn(pp_rank, response.result)
                     now = loop.time()
                     self._progress.answered(pp_rank, response.result.step_id, now)
                     if pp_rank == self._last_pp_rank:
@@ -133,6 +135,8 @@ class MeshPipeline:
                         self._on_step(now - self._sent_at.popleft())
                     for result in results_of(response.result):
                         self._on_stage_step(pp_rank, result)
+        except StageFailed as failure:
+            self.fail(failure)
         except grpc.aio.AioRpcError as error:
             self.fail(stage.client.gone(error))
         else:
@@ -140,6 +144,18 @@ class MeshPipeline:
         finally:
             call.cancel()
             _end(queue)
+
+    def _refuse_out_of_turn(self, pp_rank: int, result: step_pb2.StepResult) -> None:
+        """Raises `StageFailed` for an answer to other steps than those that are due."""
+        due = self._progress.open_steps(pp_rank)
+        first = result.step_id - len(result.earlier_clocks)
+        # What the last stage has sampled comes step by step.
+        together = pp_rank < self._last_pp_rank or first == result.step_id
+        if first != due.start or result.step_id not in due or not together:
+            raise StageFailed(
+                f"stage {pp_rank} answered steps {first} to {result.step_id}; it has "
+                f"{due.start} to {due.stop - 1} to answer, in order"
+            )
 
     async def _failed_on(self, error: step_pb2.StageError) -> None:
         failure = StageFailed(f"stage {error.pp_rank} failed ({error.reason}): {error.message}")

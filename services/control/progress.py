@@ -60,6 +60,10 @@ class ProgressTable:
         self._done[pp_rank] = step_id
         self._moved_at[pp_rank] = now
 
+    def open_steps(self, pp_rank: int) -> range:
+        """The steps that a stage has been given and has not answered."""
+        return range(self._done[pp_rank] + 1, self._sent + 1)
+
     def stages(self, now: float) -> tuple[StageProgress, ...]:
         """Every stage, in stage order."""
         return tuple(

@@ -27,7 +27,16 @@ MODEL = "tiny"
 MAX_MODEL_LEN = 128
 VOCAB_SIZE = 600
 """Of the model; the tokenizer's is a little smaller."""
-MESH = {"epoch": 1, "stages": [{"pp_rank": 0, "layer_start": 0, "layer_end": 2}]}
+MESH = {
+    "epoch": 1,
+    "stages": [
+        {
+            **{"dp_rank": 0, "pp_rank": 0, "layer_start": 0, "layer_end": 2, "tp_size": 1},
+            **{"node": "here", "state": "ready", "last_step_id": 3, "stalled_seconds": 0.0},
+            "ranks": [{"tp_rank": 0, "device": "cpu:0", "pid": 1, "state": "ready"}],
+        }
+    ],
+}
 MAX_REQUESTS = 1024
 REPLY = "The capital of France is Paris, a café on the Seine."
 EOS = "<|im_end|>"

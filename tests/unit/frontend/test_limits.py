@@ -67,6 +67,10 @@ def test_the_document_is_complete_and_right(section: str, module: ModuleType) ->
             },
         ),
         (
+            "Stage worker and ranks",
+            {"MAX_FORM_SECONDS", "MAX_BLOCK_TABLE_BYTES", "MAX_MODEL_LEN", "MAX_BATCHED_TOKENS"},
+        ),
+        (
             "Control service",
             {"CONTROL_MAX_REQUEST_BYTES", "MAX_CONTROL_RPCS", "MAX_DOCTOR_CALLS", "MAX_ECHO_BYTES"},
         ),
