@@ -47,7 +47,7 @@ class ServeConfig:
     require_tls: bool = False
     """Refuses ports without TLS."""
     insecure: bool = False
-    """Allows a public --master-addr without TLS."""
+    """Allows a public --master-addr or --host without TLS."""
     join_timeout_seconds: float = 300.0
     """How long the head waits for every stage worker."""
     max_recovery_attempts: int = 3

@@ -64,7 +64,7 @@ TLS_FLAGS = (
     Flag(
         ("--insecure",),
         values.switch,
-        "allow a public --master-addr without TLS",
+        "allow a public --master-addr or --host without TLS",
         arity=Arity.SWITCH,
     ),
 )

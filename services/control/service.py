@@ -18,7 +18,7 @@ from services.control.worker_reports import WorkerReports
 from services.errors import JoinRefused, PipelineUnavailable, StageFailed
 from services.models.content_hash import ContentHash
 from services.rpc.channel import create_channel
-from services.rpc.tls import TlsFiles
+from services.rpc.tls import RenewedCredentials, TlsFiles
 from stagemesh.v1 import (
     control_pb2,
     control_pb2_grpc,
@@ -54,7 +54,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def __init__(self, membership: Membership, *, tls: TlsFiles | None = None) -> None:
         """`tls` is the gateway's, which it shows to workers; None without TLS."""
         self.membership = membership
-        self._tls = tls
+        self._credentials = None if tls is None else RenewedCredentials(tls)
         self._changed = asyncio.Event()
         self._listener: MemberListener | None = None
         self._mesh: MeshState | None = None
@@ -64,7 +64,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     def connect(self, address: str) -> grpc.aio.Channel:
         """A channel to a worker; its owner closes it."""
-        return create_channel(address, tls=self._tls)
+        return create_channel(address, tls=self._credentials)
 
     def tell_of(self, mesh: MeshState, model_path: Path) -> None:
         """Lets `Diagnose` tell of the mesh that is driven from here, and of its model's weights."""

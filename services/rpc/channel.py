@@ -5,11 +5,14 @@ from __future__ import annotations
 import grpc
 
 from services.rpc.settings import MessageLimits, channel_options
-from services.rpc.tls import TlsFiles, channel_credentials
+from services.rpc.tls import RenewedCredentials, TlsFiles, channel_credentials
 
 
 def create_channel(
-    address: str, *, limits: MessageLimits | None = None, tls: TlsFiles | None = None
+    address: str,
+    *,
+    limits: MessageLimits | None = None,
+    tls: TlsFiles | RenewedCredentials | None = None,
 ) -> grpc.aio.Channel:
     """Opens a channel to "host:port" with the mesh's limits and keepalive.
 
@@ -20,4 +23,5 @@ def create_channel(
     options = channel_options(limits or MessageLimits())
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
+    credentials = tls.now() if isinstance(tls, RenewedCredentials) else channel_credentials(tls)
+    return grpc.aio.secure_channel(address, credentials, options=options)

@@ -264,6 +264,10 @@ def _guard(
         except StagemeshError as error:
             await abort(context, error)
         except Exception as error:
+            unimplemented = grpc.StatusCode.UNIMPLEMENTED
+            if isinstance(error, NotImplementedError) and context.code() is unimplemented:
+                # What generated code does for a method that nobody has written; no fault of ours.
+                await context.abort(unimplemented, f"{method} is not implemented here")
             # A task group of the handler wraps the error of its task.
             known = failure_of(error)
             if known is not None:

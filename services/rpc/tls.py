@@ -70,6 +70,24 @@ def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pem.ca, pem.private_key, pem.certificate)
 
 
+class RenewedCredentials:
+    """Mutual TLS for channels that are made over a long time: each takes the files as they are
+    then, and the last good ones where these cannot be used."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises `ConfigError` where a file cannot be used now."""
+        self._files = files
+        self._last = channel_credentials(files)
+
+    def now(self) -> grpc.ChannelCredentials:
+        """For the next channel."""
+        try:
+            self._last = channel_credentials(self._files)
+        except ConfigError as error:
+            log.error("%s; the certificate from before stays in use", error.message)
+        return self._last
+
+
 class _RenewedFiles:
     """Gives gRPC a new configuration when a file has changed. Called from gRPC's threads."""
 

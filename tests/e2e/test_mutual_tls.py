@@ -202,3 +202,27 @@ def test_secrets_are_nowhere_to_be_seen(
     for secret in (OWN_KEY, WRONG_KEY, stored_key, PROMPT, *key_lines, *digests):
         for where, text in seen.items():
             assert secret not in text, f"{secret} is in the {where}"
+
+
+def test_a_doctor_listens_in_the_place_of_a_head(pki: Pki, directory: Path) -> None:
+    """With the gateway's certificate; the one who asks shows the operator's."""
+    tls = ("--tls-dir", str(pki.tls_dir))
+    ports = ("--master-port", "0", "--port", "0", "--grpc-port", "0")
+    listening = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "doctor", *LAYOUT, *tls, *ports, "--listen"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert listening.stderr is not None
+    with listening.stderr:
+        try:
+            port = listening.stderr.readline().partition(";")[0].rpartition(":")[2]
+            asking = ("doctor", "--master-port", port, "--json", *ports[2:])
+            for flags, answered in ((tls, True), ((), False)):
+                said = json.loads(command(*asking, *flags).stdout)["findings"]
+                heads = [finding["what"] for finding in said if finding["check"] == "head"]
+                assert ("a doctor on" in heads[0]) is answered, heads
+        finally:
+            listening.kill()
+            listening.wait(10)

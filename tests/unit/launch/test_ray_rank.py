@@ -23,7 +23,14 @@ from services.topology.placement import StagePlacement
 from tests.unit.topology.model_directory import ModelDirectory
 
 PLACEMENT = StagePlacement(0, 0, 1, (0,), (0,), 2, 3)
-CONFIG = ServeConfig(model="m", pipeline_parallel_size=2, device="cpu", api_key=("secret",))
+CONFIG = ServeConfig(
+    model="m",
+    pipeline_parallel_size=2,
+    device="cpu",
+    api_key=("secret",),
+    api_key_file="/keys",
+    tls_dir="/tls",
+)
 
 
 def order(model_path: Path) -> RankOrder:
@@ -105,6 +112,8 @@ async def test_ranks_are_told_where_and_what_but_no_key(model: Path) -> None:
     (first, _) = cluster.orders
     assert (first.master_addr, first.master_port, first.host) == ("10.0.0.1", 4711, "10.0.0.2")
     assert first.config.api_key == ()
+    assert first.config.api_key_file is None
+    assert first.config.tls_dir == CONFIG.tls_dir
     for run in cluster.runs:
         run.end.set_result(RankEnd(0))
     await launcher.stop()
