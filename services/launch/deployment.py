@@ -57,6 +57,8 @@ def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: 
     if config.distributed_executor_backend == "ray":
         return _on_ray(config, stack)
     tls = _check_security(config, launch_workers=launch_workers)
+    if config.trust_remote_code:
+        log.info("--trust-remote-code changes nothing: no code of a checkpoint is ever run")
     model_path = resolve_model(config.model)
     node = socket.gethostname()
     plan = make_plan(config, model_path, node, own_devices=launch_workers)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.launch.launcher import WorkerExit
-from services.launch.process import how_it_ended
+from services.launch.process import child_environment, how_it_ended
 from services.launch.worker_command import worker_command
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import topology_pb2
@@ -74,6 +74,7 @@ class LocalLauncher:
             *command,
             pass_fds=(self._lifeline[0],),
             stdin=asyncio.subprocess.DEVNULL,
+            env=child_environment(),
             # Ctrl-C in a terminal reaches its whole process group; the workers
             # must not die under a gateway that still drains.
             start_new_session=True,

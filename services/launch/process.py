@@ -14,9 +14,13 @@ import signal
 import sys
 from functools import cache
 
+from services.config import API_KEY_VARIABLE
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 TIMER_SLACK_SECONDS = 0.05
+SECRET_VARIABLES = frozenset((API_KEY_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
+"""Keys of clients, and of the Hub."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -29,6 +33,12 @@ def die_with_parent(parent_pid: int) -> None:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def child_environment() -> dict[str, str]:
+    """This process's variables without its secrets: workers and ranks fetch nothing and ask
+    nobody for a key, and what they inherit would be in every core dump."""
+    return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
 
 
 def how_it_ended(code: int) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from services.config import ServeConfig
 from services.errors import StagemeshError
 from services.launch.devices import KINDS
+from services.launch.process import child_environment
 from services.launch.ray_bundles import RESOURCES
 from services.launch.worker_command import worker_command
 from services.mesh_plan import make_plan
@@ -82,7 +83,7 @@ class RankActor:
                 pass_fds=(lifeline,),
                 stdin=subprocess.DEVNULL,
                 env={
-                    **os.environ,
+                    **child_environment(),
                     **order.environment,
                     **visible_device(order.config.device, _accelerator_ids()),
                 },

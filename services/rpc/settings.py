@@ -23,6 +23,10 @@ Faster detection is the heartbeat's task, not the transport's."""
 KEEPALIVE_TIMEOUT_SECONDS = 5.0
 """A ping that is not answered for so long closes the connection."""
 
+HANDSHAKE_TIMEOUT_SECONDS = 20.0
+"""A connection on which TLS and HTTP/2 have not been agreed upon by then is closed (gRPC's own
+default is 120 s), so that who only connects holds nothing for long."""
+
 MIN_PING_INTERVAL_SECONDS = 5.0
 """A client that pings faster than this is disconnected."""
 
@@ -58,6 +62,7 @@ def server_options(limits: MessageLimits) -> list[tuple[str, int]]:
     return [
         # Two servers on one port would share its connections in silence.
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_TIMEOUT_SECONDS)),
         ("grpc.max_receive_message_length", limits.receive_bytes),
         ("grpc.max_send_message_length", limits.send_bytes),
         ("grpc.keepalive_time_ms", _milliseconds(KEEPALIVE_SECONDS)),

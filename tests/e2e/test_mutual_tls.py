@@ -20,6 +20,7 @@ from tests.mesh_process import MeshProcess
 from tests.simulated_mesh import expected_outputs, make_model, prompts_of
 
 OWN_KEY = "canary-of-the-environment-5b1f"
+HUB_TOKEN = "hf_canary_of_the_hub_91e2"
 WRONG_KEY = "canary-that-is-wrong-77aa"
 PROMPT = "canary-of-a-prompt-c0de"
 LAYOUT = ("--nnodes", "2", "-tp", "1", "-pp", "2", "--device", "sim")
@@ -51,7 +52,11 @@ def mesh(directory: Path, pki: Pki, stored_key: str) -> Iterator[MeshProcess]:
         *("--api-key-file", str(directory / "keys"), "--step-trace", str(directory / "trace")),
     )
     node = [*LAYOUT, "--node-rank", "1", *tls]
-    environment = {"STAGEMESH_API_KEY": OWN_KEY, "STAGEMESH_LOG_LEVEL": "DEBUG"}
+    environment = {
+        "STAGEMESH_API_KEY": OWN_KEY,
+        "HF_TOKEN": HUB_TOKEN,
+        "STAGEMESH_LOG_LEVEL": "DEBUG",
+    }
     with MeshProcess(
         model,
         *(*LAYOUT, "--master-port", "0", *tls, *doors),
@@ -199,9 +204,17 @@ def test_secrets_are_nowhere_to_be_seen(
     ]
     digests = [key.digest.hex() for key in read_keys(directory / "keys")]
     assert len(seen) > 8 and "request done" in seen["log"] and key_lines
-    for secret in (OWN_KEY, WRONG_KEY, stored_key, PROMPT, *key_lines, *digests):
+    for secret in (OWN_KEY, HUB_TOKEN, WRONG_KEY, stored_key, PROMPT, *key_lines, *digests):
         for where, text in seen.items():
             assert secret not in text, f"{secret} is in the {where}"
+
+
+def test_a_rank_that_dies_takes_no_request_with_it(mesh: MeshProcess, http: httpx.Client) -> None:
+    """Recovery goes over the same channels, or new ones with the same certificates."""
+    body = {"model": mesh.model_name, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    for rank in mesh.ranks():
+        rank.kill()
+        assert http.post("/v1/completions", json=body, timeout=30).status_code == 200
 
 
 def test_a_doctor_listens_in_the_place_of_a_head(pki: Pki, directory: Path) -> None:

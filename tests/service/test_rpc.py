@@ -264,3 +264,16 @@ async def test_a_name_that_is_no_address_is_refused_by_the_flag_of_its_port() ->
         with pytest.raises(UsageError, match=rf"^{host_flag} 10\.0\.\.1 is no address"):
             server.bind("10.0..1", 0, flag=flag)
     await server.stop(grace_seconds=0)
+
+
+async def test_who_only_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "HANDSHAKE_TIMEOUT_SECONDS", 0.3)
+    server = RpcServer([])
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while await reader.read(1024):
+            pass
+    writer.close()
+    await server.stop(grace_seconds=0)
