@@ -188,7 +188,7 @@ def third_party_imports(package: str) -> Iterator[tuple[str, str]]:
     ("package", "extras"),
     [
         # Conversion, the Hub and Ray are reached lazily, with a message that names the extra.
-        ("services", ("gateway", "bench", "convert", "ray")),
+        ("services", ("gateway", "bench", "convert", "ray", "certs")),
         ("gateway", ("gateway",)),
         ("stage_worker", ("worker", "npu")),
         ("stagemesh", ()),
