@@ -7,12 +7,13 @@ error names the flag or key, what was written, and what is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.bench.settings import BenchSettings
 from services.cli.arguments import Arguments, Positional
+from services.cli.contradictions import contradictions, no_port_to_ask, no_tls
 from services.cli.doctor_flags import OWN_FLAGS
 from services.cli.flag import Flag, FlagGroup
 from services.cli.flags import CONFIG_FLAG, all_flags
@@ -20,7 +21,7 @@ from services.cli.plan_flags import PlanRequest
 from services.cli.usage import UsageError, did_you_mean
 from services.cli.values import Raw
 from services.cli.vllm import is_vllm_flag
-from services.config import API_KEY_VARIABLE, DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
+from services.config import API_KEY_VARIABLE, ServeConfig, StageWorkerConfig
 from services.doctor.request import DoctorRequest
 from services.errors import ConfigError
 from services.text import MAX_SHOWN_CHARACTERS, shown
@@ -75,7 +76,7 @@ def doctor_request(
     names_head = bool(fields.keys() & {"master_addr", "master_port"})
     problems = [*refused, *contradictions("serve", config)]
     if config.master_port == 0 and not model and not listens and not config.headless:
-        problems.append(_no_port_to_ask())
+        problems.append(no_port_to_ask())
     # A head that would choose its port can only be one that is not there yet.
     asks_head = config.master_port != 0 and (config.node_rank > 0 or (names_head and not listens))
     return DoctorRequest(config, tuple(problems), asks_head, **own)
@@ -111,9 +112,9 @@ def stage_worker_config(
     fields, _ = _merge("stage-worker", arguments, groups, environment, None)
     config = StageWorkerConfig(**fields)
     if config.master_port == 0:
-        raise _no_port_to_ask()
+        raise no_port_to_ask()
     if config.require_tls and config.tls_dir is None:
-        raise _no_tls()
+        raise no_tls()
     return config
 
 
@@ -268,107 +269,3 @@ def _unknown_key_message(command: str, path: str, key: str, known: set[str]) -> 
     suggestion = did_you_mean(key.replace("-", "_"), known)
     tail = suggestion or f"; see stagemesh {command} --help"
     return f"--config {path}: unknown key {key}{tail}"
-
-
-def contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
-    """Everything that single flags do not say: which node does what, and ports that differ."""
-    if config.distributed_executor_backend == "ray":
-        yield from _ray_contradictions(command, config)
-    else:
-        yield from _node_contradictions(command, config)
-    yield from _equal_ports(command, config)
-    yield from _tls_contradictions(config)
-
-
-def _tls_contradictions(config: ServeConfig) -> Iterator[UsageError]:
-    if config.require_tls and config.tls_dir is None:
-        yield _no_tls()
-    if config.require_tls and config.ssl_certfile is None and not config.headless:
-        yield UsageError(
-            "--require-tls needs --ssl-certfile and --ssl-keyfile for the REST API; the gateway's "
-            "of --tls-dir will do where its clients trust the mesh's CA",
-            param="--require-tls",
-        )
-    if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
-        has, lacks = "--ssl-certfile", "--ssl-keyfile"
-        if config.ssl_certfile is None:
-            has, lacks = lacks, has
-        yield UsageError(f"{has} needs {lacks} with it", param=lacks)
-
-
-def _no_tls() -> UsageError:
-    return UsageError(
-        "--require-tls needs --tls-dir, the directory of this node's certificates (stagemesh "
-        "certs issue writes one)",
-        param="--require-tls",
-    )
-
-
-def _node_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
-    if config.node_rank >= config.nnodes:
-        yield UsageError(
-            f"--node-rank {config.node_rank} does not exist with --nnodes {config.nnodes}; "
-            f"nodes are numbered 0 to {config.nnodes - 1}",
-            param="--node-rank",
-        )
-    if config.node_rank > 0 and not config.headless:
-        yield UsageError(
-            f"--node-rank {config.node_rank} needs --headless: only node rank 0 runs the gateway",
-            param="--headless",
-        )
-    if config.headless and config.node_rank == 0:
-        yield UsageError(
-            "--headless is for the other nodes: node rank 0 runs the gateway; give this node its "
-            "own --node-rank",
-            param="--headless",
-        )
-    if config.headless and config.master_port == 0:
-        yield _no_port_to_ask()
-    if config.headless and command == "gateway":
-        yield UsageError("--headless runs no gateway; use stagemesh serve", param="--headless")
-
-
-def _no_port_to_ask() -> UsageError:
-    return UsageError(
-        "--master-port 0 lets the head choose; name the port from its line 'workers join at'",
-        param="--master-port",
-    )
-
-
-def _ray_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
-    """Where ranks run is Ray's to decide."""
-    if command == "gateway":
-        yield UsageError(
-            "--distributed-executor-backend ray starts the ranks, and stagemesh gateway starts "
-            "none; use stagemesh serve",
-            param="--distributed-executor-backend",
-        )
-    said = {
-        f"--nnodes {config.nnodes}": config.nnodes > 1,
-        f"--node-rank {config.node_rank}": config.node_rank > 0,
-        "--headless": config.headless,
-    }
-    for words, given in said.items():
-        if given:
-            yield UsageError(
-                f"{words} is for --distributed-executor-backend mp: with ray there is one "
-                "command, on one node, and Ray places the ranks; leave it out",
-                param=words.split()[0],
-            )
-
-
-def _equal_ports(command: str, config: ServeConfig) -> Iterator[UsageError]:
-    """Servers of one process cannot share a port (0 means any free one)."""
-    ports = {"--port": config.port, "--grpc-port": config.grpc_port}
-    if command == "gateway" or config.nnodes > 1 or config.master_port is not None:
-        # On one node `serve` takes a free port for the workers that it starts itself.
-        ports["--master-port"] = (
-            DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
-        )
-    seen: dict[int, str] = {}
-    for name, port in ports.items():
-        if port != 0 and port in seen:
-            yield UsageError(
-                f"{seen[port]} and {name} are both {port}; give them different ports", param=name
-            )
-        seen[port] = name

@@ -1,17 +1,19 @@
-"""This node's certificates, each looked at as a peer will."""
+"""This node's certificates, each looked at as a peer will, and the ways in for clients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from services.api_keys import read_keys
 from services.config import ServeConfig
 from services.doctor.findings import Check, Finding, ok, refused, warning
 from services.errors import StagemeshError
-from services.rpc.addresses import own_address_towards
-from services.rpc.certificate import check_certificate
+from services.rpc.addresses import check_door_address, own_address_towards
+from services.rpc.certificate import check_certificate, rest_context
 from services.rpc.roles import Role
 from services.rpc.tls import tls_files
+from services.units import counted
 
 CA_KEY_FILE = "ca.key"
 
@@ -29,6 +31,39 @@ def check_tls(config: ServeConfig, *, asks_head: bool) -> Iterator[Finding]:
             f"{Path(config.tls_dir) / CA_KEY_FILE} is here: who reads it can sign any role",
             "move it to where certificates are issued, off the serving nodes",
         )
+
+
+def check_doors(config: ServeConfig) -> Iterator[Finding]:
+    """What `serve` would say of clients' ways in: what is open at the address, the REST door's
+    certificate, the file of keys."""
+    if not config.model or config.node_rank > 0:
+        return
+    has_rest_tls = config.ssl_certfile is not None and config.ssl_keyfile is not None
+    try:
+        said = check_door_address(
+            config.host,
+            insecure=config.insecure,
+            rest_tls=has_rest_tls,
+            grpc_tls=config.tls_dir is not None,
+            keys=bool(config.api_key) or config.api_key_file is not None,
+        )
+    except StagemeshError as error:
+        yield refused(Check.TLS, error)
+    else:
+        if said is not None:
+            yield warning(Check.TLS, said, "set them up, or keep the network closed to others")
+    try:
+        if config.ssl_certfile is not None and config.ssl_keyfile is not None:
+            rest_context(Path(config.ssl_certfile), Path(config.ssl_keyfile))
+            yield ok(Check.TLS, f"{config.ssl_certfile}: the REST API's")
+    except StagemeshError as error:
+        yield refused(Check.TLS, error)
+    try:
+        if config.api_key_file is not None:
+            count = len(read_keys(Path(config.api_key_file)))
+            yield ok(Check.TLS, f"{config.api_key_file}: {counted(count, 'API key')}")
+    except StagemeshError as error:
+        yield refused(Check.TLS, error)
 
 
 def _needed(config: ServeConfig, *, asks_head: bool) -> Iterator[tuple[Role, tuple[str, ...]]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from services.errors import ConfigError
 from services.rpc.roles import Role, roles_in
-from services.rpc.tls import TlsFiles, tls_files
+from services.rpc.tls import TlsFiles, check_key_mode, tls_files
 
 log = logging.getLogger(__name__)
 
@@ -106,13 +106,13 @@ def own_identity(
 def _own_context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     try:
-        context.load_cert_chain(files.certificate, files.private_key, password=_no_password)
+        context.load_cert_chain(files.certificate, files.private_key, password=no_password)
     except OSError as error:
         raise ConfigError(f"{_pair(files)} cannot be used: {reason(error)}") from None
     return context
 
 
-def _no_password() -> bytes:
+def no_password() -> bytes:
     """OpenSSL would ask at the terminal."""
     return b""
 
@@ -126,10 +126,26 @@ def _peer_context(ca: Path) -> ssl.SSLContext:
     return context
 
 
+def rest_context(certificate: Path, private_key: Path) -> ssl.SSLContext:
+    """For the REST door, whose clients show no certificate. Raises `ConfigError` naming the flags
+    where the files cannot be used."""
+    check_key_mode(private_key, flag="--ssl-keyfile")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, private_key, no_password)
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-certfile {certificate} with --ssl-keyfile {private_key} cannot be used: "
+            f"{reason(error)}",
+            param="--ssl-certfile",
+        ) from None
+    return context
+
+
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """For a connection to a peer, outside of gRPC, that shows our certificate."""
     context = _peer_context(files.ca)
-    context.load_cert_chain(files.certificate, files.private_key, password=_no_password)
+    context.load_cert_chain(files.certificate, files.private_key, password=no_password)
     context.set_alpn_protocols(["h2"])
     return context
 

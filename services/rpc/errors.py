@@ -176,6 +176,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             handler = await continuation(handler_call_details)
         except StagemeshError as error:
+            logger.info("%s refused: %s", handler_call_details.method, error.message)
             return _refusal(error)
         if handler is None:
             return None
@@ -246,7 +247,11 @@ def _guard(
 
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
         if check_caller is not None:
-            check_caller(method, context.auth_context())
+            try:
+                check_caller(method, context.auth_context())
+            except StagemeshError as error:
+                logger.warning("refused %s: %s", context.peer(), error.message)
+                raise
         if parse is not None:
             request = _parsed(request, parse, method)
         if not inspect.isasyncgenfunction(handler):

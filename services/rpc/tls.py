@@ -163,7 +163,7 @@ def read_pem(path: Path, what: str) -> bytes:
         ) from error
 
 
-def check_key_mode(path: Path) -> None:
+def check_key_mode(path: Path, *, flag: str = "--tls-dir") -> None:
     """Raises `ConfigError` for a private key that every user of the node can read."""
     try:
         mode = path.stat().st_mode
@@ -173,5 +173,5 @@ def check_key_mode(path: Path) -> None:
         raise ConfigError(
             f"the TLS private key {path} can be read by every user of this node (mode "
             f"{stat.S_IMODE(mode):04o}); chmod 600 {path}",
-            param="--tls-dir",
+            param=flag,
         )

@@ -1,0 +1,78 @@
+"""What a doctor says of certificates and of clients' ways in, beside docs/doctor.md's examples."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from services.api_keys import add_key
+from services.config import ServeConfig
+from services.doctor.findings import Outcome
+from services.doctor.tls_check import check_doors, check_tls
+from services.rpc.roles import Role
+from tests.certificates import Pki
+
+HEAD = ServeConfig(model="m")
+NODE = dataclasses.replace(HEAD, nnodes=2, node_rank=1, headless=True)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    return Pki(tmp_path_factory.mktemp("pki"))
+
+
+def said(config: ServeConfig, *, asks_head: bool = False) -> list[tuple[Outcome, str]]:
+    return [(found.outcome, found.what) for found in check_tls(config, asks_head=asks_head)]
+
+
+def test_every_role_of_the_node_is_looked_at(pki: Pki) -> None:
+    tls = str(pki.tls_dir)
+    assert said(HEAD) == []
+    for config, asks_head, roles in (
+        (HEAD, False, ["gateway", "stage-worker"]),
+        (HEAD, True, ["gateway", "stage-worker", "operator"]),
+        (NODE, True, ["stage-worker", "operator"]),
+        (dataclasses.replace(HEAD, model=""), True, ["operator"]),
+    ):
+        found = said(dataclasses.replace(config, tls_dir=tls), asks_head=asks_head)
+        assert [what.partition(": role ")[2].split()[0].strip(",") for _, what in found] == roles
+        assert {outcome for outcome, _ in found} == {Outcome.OK}
+
+
+def test_what_is_wrong_with_the_directory(pki: Pki, tmp_path: Path) -> None:
+    pki.issue(Role.GATEWAY, tmp_path, days=3)
+    (tmp_path / "ca.key").touch()
+    found = said(dataclasses.replace(HEAD, tls_dir=str(tmp_path)))
+    assert [outcome for outcome, _ in found] == [
+        Outcome.WARNING,
+        Outcome.FAILED,
+        Outcome.WARNING,
+    ]
+    assert "stage-worker" in found[1][1] and "can sign any role" in found[2][1]
+
+
+def test_the_ways_in(pki: Pki, tmp_path: Path) -> None:
+    def doors(**settings: object) -> list[tuple[Outcome, str]]:
+        config = dataclasses.replace(HEAD, **settings)
+        return [(found.outcome, found.what) for found in check_doors(config)]
+
+    assert doors() == []
+    ((outcome, what),) = doors(host="10.0.0.1")
+    assert outcome is Outcome.WARNING and "no API key" in what
+    ((outcome, what),) = doors(host="8.8.8.8")
+    assert outcome is Outcome.FAILED and "is a public address" in what
+    files = pki.files(Role.GATEWAY)
+    add_key(tmp_path / "keys", "a")
+    whole = {
+        "host": "8.8.8.8",
+        "tls_dir": str(pki.tls_dir),
+        "ssl_certfile": str(files.certificate),
+        "ssl_keyfile": str(files.private_key),
+        "api_key_file": str(tmp_path / "keys"),
+    }
+    assert [outcome for outcome, _ in doors(**whole)] == [Outcome.OK, Outcome.OK]
+    broken = whole | {"ssl_keyfile": str(tmp_path / "none"), "api_key_file": "/none"}
+    assert [outcome for outcome, _ in doors(**broken)] == [Outcome.FAILED, Outcome.FAILED]
+    assert list(check_doors(NODE)) == []
