@@ -37,7 +37,7 @@ from services.control.server import control_server
 from services.control.service import ControlService
 from services.errors import ConfigError, StagemeshError, UsageError, failure_of
 from services.launch.deployment import Deployment, deploy
-from services.launch.launcher import Launcher
+from services.launch.launcher import Launcher, WorkerExit
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
 from services.rpc.addresses import join_host_port
 from services.telemetry.logging import setup_logging
@@ -315,11 +315,17 @@ class Gateway:
         print(banner(host, rest_port, grpc_port, model, chat=chat, keys=keys, tls=tls), flush=True)
 
     async def _watch_workers(self, launcher: Launcher) -> None:
-        ended = await launcher.first_exit()
+        ended = await launcher.watch(self._goes_on)
         if self._stopping:
             return
         stage = ended.placement.pp_rank
         self._mesh.fail(f"the worker process of stage {stage} {ended.how}; its log lines say why")
+
+    def _goes_on(self, ended: WorkerExit) -> bool:
+        if self._stopping:
+            return False
+        how = f"its process {ended.how}"
+        return self._mesh.worker_ended(ended.placement.node_rank, ended.pid, how)
 
     async def _stop_on_request(self, stop: _StopRequest) -> None:
         await stop.asked.wait()

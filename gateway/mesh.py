@@ -184,6 +184,15 @@ class Mesh:
         else:
             self._replicas[member.placement.dp_rank].stage_failed(StageFailed(why))
 
+    def worker_ended(self, node_rank: int, pid: int, how: str) -> bool:
+        """The launcher says that a worker has ended. Returns whether another takes its place."""
+        if not self._recovery.recovers or not self.ready_event.is_set():
+            return False
+        for member in self._control.membership.members:
+            if (member.node_rank, member.pid) == (node_rank, pid):
+                self._control.lost(member, how)
+        return True
+
     def on_stage_error(self, member: Member, error: step_pb2.StageError) -> None:
         """See `MemberListener`. A lost neighbour is an echo: who has failed says so itself."""
         replica = self._replicas[member.placement.dp_rank]

@@ -142,3 +142,5 @@ class StageWorkerConfig:
     join_timeout_seconds: float = 30.0
     lifeline_fd: int | None = None
     """Read end of a pipe whose other end the launcher holds: when it closes, the worker leaves."""
+    pulse_fd: int | None = None
+    """Write end of a pipe on which the launcher hears that the worker runs."""

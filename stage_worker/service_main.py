@@ -18,10 +18,16 @@ from functools import partial
 import uvloop
 
 from services.config import StageWorkerConfig
-from services.control.client import ControlClient
+from services.control.client import ControlClient, HeadLost
 from services.errors import ConfigError, PartitionError, StagemeshError, UsageError, failure_of
 from services.launch.devices import resolve_device, threads_per_rank
-from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
+from services.launch.process import (
+    EXIT_HEAD_LOST,
+    TIMER_SLACK_SECONDS,
+    allow_late_timers,
+    die_with_parent,
+)
+from services.launch.pulse import Pulse
 from services.rpc.addresses import check_dialable, check_master_address, join_host_port
 from services.rpc.certificate import own_identity
 from services.rpc.channel import create_channel
@@ -47,7 +53,8 @@ class Left(Exception):
 
 
 def run(config: StageWorkerConfig) -> int:
-    """Runs one stage worker. Returns the exit code: 0 when it was told to leave.
+    """Runs one stage worker. Returns the exit code: 0 when it was told to leave, `EXIT_HEAD_LOST`
+    when its head is gone.
 
     Raises `UsageError` for what cannot be started, before a port is bound or anybody asked.
     """
@@ -72,7 +79,7 @@ def run(config: StageWorkerConfig) -> int:
     except* StagemeshError as errors:
         failure = failure_of(errors)
         log.error("%s", failure.message if failure is not None else errors)
-        code = 1
+        code = EXIT_HEAD_LOST if isinstance(failure, HeadLost) else 1
     except* Exception as errors:
         log.exception("the stage worker failed unexpectedly", exc_info=errors)
         code = 1
@@ -134,6 +141,8 @@ async def _run_worker(
         )
     try:
         async with asyncio.TaskGroup() as tasks:
+            pulse = Pulse(config.pulse_fd)
+            tasks.create_task(pulse.run())
             tasks.create_task(_until_left(worker, config))
             joined = await control.join(request, config.join_timeout_seconds)
             log.info(
@@ -143,6 +152,7 @@ async def _run_worker(
                 joined.placement.layer_end - 1,
                 ", ".join(map(str, joined.placement.tp_ranks)),
             )
+            pulse.joined()
             _start_ranks(worker, tasks, config, joined, device)
             tasks.create_task(_until_sent_away(control, joined, worker))
     finally:

@@ -156,6 +156,15 @@ class MeshProcess:
         """The stage worker processes."""
         return [p for p in self.tree() if "stage-worker" in p.cmdline()]
 
+    def completion(self, num_tokens: int) -> str:
+        """The greedy text of so many tokens."""
+        body = {"model": self.model_name, "prompt": "a", "max_tokens": num_tokens, "temperature": 0}
+        answer = httpx.post(
+            f"{self.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
     def endless(self) -> httpx.Response:
         """A request that runs until something ends it: its model has the shape `ENDLESS`."""
         body = {"model": self.model_name, "prompt": "a", "max_tokens": ENDLESS_TOKENS}

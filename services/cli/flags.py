@@ -342,6 +342,12 @@ STAGE_WORKER_GROUPS = (
                 "read end of a pipe that the launcher holds",
                 hidden=True,
             ),
+            Flag(
+                ("--pulse-fd",),
+                values.natural_integer,
+                "write end of a pipe that the launcher listens to",
+                hidden=True,
+            ),
         ),
     ),
 )

@@ -11,8 +11,9 @@ import uvloop
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.errors import ConfigError, StageFailed, UsageError
+from services.launch.launcher import WorkerExit
 from services.launch.local import LocalLauncher, LocalWorkers
-from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
+from services.launch.process import EXIT_HEAD_LOST, TIMER_SLACK_SECONDS, allow_late_timers
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import check_master_address, own_address_towards
@@ -70,7 +71,7 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
         await launcher.start(config.master_addr, port)
         async with asyncio.TaskGroup() as tasks:
             stopping = tasks.create_task(stop.wait())
-            ending = tasks.create_task(launcher.first_exit())
+            ending = tasks.create_task(launcher.watch(_goes_on))
             await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             ending.cancel()  # Without effect where it has ended.
@@ -86,3 +87,9 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
         )
     finally:
         await launcher.stop()
+
+
+def _goes_on(ended: WorkerExit) -> bool:
+    """Whether the head may still want a worker here: it has had one, and has not sent it away or
+    gone itself."""
+    return ended.had_joined and not ended.dismissed and ended.code != EXIT_HEAD_LOST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +16,26 @@ class WorkerExit:
     placement: StagePlacement
     how: str
     """In words that go on from "the worker ...": "exited with 1"."""
-    dismissed: bool = False
-    """It was told to leave, and did."""
+    code: int | None = None
+    """Exit code, negative for a signal; None where it is not known."""
+    pid: int = 0
+    """On its node; 0 where it is not known."""
+    had_joined: bool = True
+    """Whether a worker has ever been in the mesh at this place: one that cannot join is told why
+    by its head, and would be told the same again."""
+
+    @property
+    def dismissed(self) -> bool:
+        """It was told to leave, and did."""
+        return self.code == 0
+
+
+GoesOn = Callable[[WorkerExit], bool]
+"""Hears of a worker's end, and says whether another may take its place."""
 
 
 class Launcher(Protocol):
-    """Starts stage workers, hears of their end, sees them out."""
+    """Starts stage workers, starts them again, sees them out."""
 
     async def start(self, master_addr: str, master_port: int) -> None:
         """Starts every worker. They join the control service at this address by themselves.
@@ -28,8 +43,9 @@ class Launcher(Protocol):
         Raises a `StagemeshError` where that fails.
         """
 
-    async def first_exit(self) -> WorkerExit:
-        """Waits until one worker ends."""
+    async def watch(self, goes_on: GoesOn) -> WorkerExit:
+        """Starts another worker where one has ended, as long as `goes_on` says so and not too
+        often. Returns the end after which there is no other."""
 
     async def stop(self) -> None:
         """Makes sure, within seconds, that no worker is left."""

@@ -1,4 +1,4 @@
-"""Starts the stage workers of one node as child processes, and sees them out.
+"""Starts the stage workers of one node as child processes, starts them again, sees them out.
 
 `stagemesh serve` is the gateway plus this; with `--headless` it is this alone.
 Under systemd or Ray the workers are started by those instead, with the same
@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from services.launch.launcher import WorkerExit
-from services.launch.process import child_environment, how_it_ended
+from services.launch.launcher import GoesOn, WorkerExit
+from services.launch.restarts import DEFAULT_LIMITS, RestartBudget, RestartLimits
 from services.launch.worker_command import worker_command
+from services.launch.worker_process import WorkerProcess
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import topology_pb2
+
+log = logging.getLogger("stagemesh.launch")
 
 STOP_TIMEOUT_SECONDS = 2.0
 """A worker that is told to leave does so in well under a second."""
@@ -41,25 +46,32 @@ class LocalWorkers:
 class LocalLauncher:
     """The stage workers of this node. Implements `services.launch.launcher.Launcher`."""
 
-    def __init__(self, workers: LocalWorkers) -> None:
+    def __init__(self, workers: LocalWorkers, limits: RestartLimits = DEFAULT_LIMITS) -> None:
         self._workers = workers
-        self._processes: list[tuple[StagePlacement, asyncio.subprocess.Process]] = []
+        self._limits = limits
+        self._processes: list[WorkerProcess] = []
         # Held open for the launcher's life: when it closes, the workers leave.
         self._lifeline: tuple[int, int] | None = os.pipe()
 
     async def start(self, master_addr: str, master_port: int) -> None:
         """Starts every worker of this node. They join by themselves."""
         for placement in self._workers.placements:
-            process = await self._start_worker(placement, master_addr, master_port)
-            self._processes.append((placement, process))
+            process = WorkerProcess(
+                placement, partial(self._command, placement, master_addr, master_port)
+            )
+            self._processes.append(process)
+            await process.start(self._lifeline_fd())
 
-    async def _start_worker(
-        self, placement: StagePlacement, master_addr: str, master_port: int
-    ) -> asyncio.subprocess.Process:
+    def _lifeline_fd(self) -> int:
         if self._lifeline is None:
             raise RuntimeError("the launcher has been stopped")
+        return self._lifeline[0]
+
+    def _command(
+        self, placement: StagePlacement, master_addr: str, master_port: int, pulse_fd: int
+    ) -> list[str]:
         workers = self._workers
-        command = worker_command(
+        return worker_command(
             placement,
             master_addr=master_addr,
             master_port=master_port,
@@ -67,32 +79,41 @@ class LocalLauncher:
             device=workers.device,
             num_devices=workers.num_devices,
             fingerprint=workers.fingerprint,
-            lifeline_fd=self._lifeline[0],
+            lifeline_fd=self._lifeline_fd(),
+            pulse_fd=pulse_fd,
             tls_dir=workers.tls_dir,
         )
-        return await asyncio.create_subprocess_exec(
-            *command,
-            pass_fds=(self._lifeline[0],),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=child_environment(),
-            # Ctrl-C in a terminal reaches its whole process group; the workers
-            # must not die under a gateway that still drains.
-            start_new_session=True,
-        )
 
-    async def first_exit(self) -> WorkerExit:
-        """Waits until one worker ends."""
+    async def watch(self, goes_on: GoesOn) -> WorkerExit:
+        """Starts another worker where one has ended; see `Launcher.watch`."""
         async with asyncio.TaskGroup() as tasks:
-            waits = {
-                tasks.create_task(process.wait()): placement
-                for placement, process in self._processes
-            }
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-        first = done.pop()
-        code = first.result()
-        return WorkerExit(waits[first], how_it_ended(code), dismissed=code == 0)
+            keepers = [tasks.create_task(self._keep(p, goes_on)) for p in self._processes]
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in keepers:
+                keeper.cancel()
+        return done.pop().result()
+
+    async def _keep(self, process: WorkerProcess, goes_on: GoesOn) -> WorkerExit:
+        budget = RestartBudget(self._limits)
+        loop = asyncio.get_running_loop()
+        while True:
+            started_at = loop.time()
+            ended = await process.ended()
+            if not goes_on(ended):
+                return ended
+            delay = budget.next_delay(loop.time() - started_at, loop.time())
+            if delay is None:
+                return replace(ended, how=f"{ended.how}, after {budget.used_up()}")
+            log.warning(
+                "the worker of stage %d %s; another takes its place",
+                ended.placement.pp_rank,
+                ended.how,
+            )
+            await asyncio.sleep(delay)
+            try:
+                await process.start(self._lifeline_fd())
+            except OSError as error:
+                return replace(ended, how=f"{ended.how}, and no other could be started ({error})")
 
     async def stop(self) -> None:
         """Closes the lifeline, gives the workers a moment, and kills what is left."""
@@ -100,15 +121,13 @@ class LocalLauncher:
             for fd in self._lifeline:
                 os.close(fd)
             self._lifeline = None
-        running = [p for _, p in self._processes if p.returncode is None]
-        if not running:
-            return
+        running = [process for process in self._processes if process.is_running]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_SECONDS):
                 for process in running:
-                    await process.wait()
+                    await process.ended()
         for process in running:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            process.kill()
+            await process.ended()
+        for process in self._processes:
+            process.close()

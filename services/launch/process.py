@@ -21,6 +21,9 @@ _PR_SET_TIMERSLACK = 29
 TIMER_SLACK_SECONDS = 0.05
 SECRET_VARIABLES = frozenset((API_KEY_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
 """Keys of clients, and of the Hub."""
+EXIT_HEAD_LOST = 3
+"""A stage worker's exit code where its head is gone: whoever has started it knows that another
+would find none either."""
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -178,16 +178,17 @@ class RayCluster:
         head = self._ray.get_runtime_context().get_node_id()
         return number_ranks(shape, [nodes[node_id] for node_id in placed if node_id], head)
 
-    def run_rank(self, place: RankPlace, order: RankOrder) -> RankRun:
-        """Starts a rank's actor in its bundle. Its future ends with its worker, or raises
-        one of `errors`."""
+    def run_rank(self, place: RankPlace, order: RankOrder, start: int) -> RankRun:
+        """Starts a rank's actor in its bundle, for the `start`-th time from 1. Its future ends
+        with its worker, or raises one of `errors`."""
         device = RESOURCES.get(order.config.device)
         placement = place.placement
         actor = (
             self._ray.remote(RankActor)
             .options(
                 name=f"replica-{placement.dp_rank}/stage-{placement.pp_rank}"
-                f"/rank-{placement.tp_ranks[0]}",
+                f"/rank-{placement.tp_ranks[0]}" + (f"/start-{start}" if start > 1 else ""),
+                # Ray gives a name back some time after the end of its actor.
                 num_cpus=0 if device else 1,
                 num_gpus=1 if device == "GPU" else 0,
                 resources={device: 1} if device and device != "GPU" else None,

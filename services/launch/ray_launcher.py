@@ -1,23 +1,38 @@
-"""Starts every rank of a mesh as a Ray actor, hears of their end, sees them out."""
+"""Starts every rank of a mesh as a Ray actor, starts them again, sees them out."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from services.config import ServeConfig
-from services.launch.launcher import WorkerExit
+from services.launch.launcher import GoesOn, WorkerExit
 from services.launch.process import how_it_ended
 from services.launch.ray_bundles import RankPlace
 from services.launch.ray_cluster import RankRun, RayCluster, one_line
 from services.launch.ray_rank import RankEnd, RankOrder
+from services.launch.restarts import DEFAULT_LIMITS, RestartBudget
 from services.telemetry.logging import LOG_LEVEL_VARIABLE
+
+log = logging.getLogger("stagemesh.launch")
 
 STOP_TIMEOUT_SECONDS = 2.0
 """A worker that is told to leave does so in well under a second."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A rank's actor, the present one."""
+
+    place: RankPlace
+    order: RankOrder
+    rank_run: RankRun
+    end: asyncio.Future[RankEnd]
 
 
 class RayLauncher:
@@ -36,13 +51,14 @@ class RayLauncher:
         self._config = replace(config, api_key=(), api_key_file=None, sim_cost=None)
         self._model_path = str(model_path)
         self._places = tuple(places)
-        self._running: dict[asyncio.Future[RankEnd], tuple[RankPlace, RankRun]] = {}
+        self._runs: list[_Run] = []
 
     async def start(self, master_addr: str, master_port: int) -> None:
         """Starts every actor; Ray does so in the background."""
         for place in self._places:
-            run = self._cluster.run_rank(place, self._order(place, master_addr, master_port))
-            self._running[asyncio.wrap_future(run.end)] = (place, run)
+            order = self._order(place, master_addr, master_port)
+            run = self._cluster.run_rank(place, order, start=1)
+            self._runs.append(_Run(place, order, run, asyncio.wrap_future(run.end)))
 
     def _order(self, place: RankPlace, master_addr: str, master_port: int) -> RankOrder:
         level = os.environ.get(LOG_LEVEL_VARIABLE)
@@ -56,11 +72,38 @@ class RayLauncher:
             environment={} if level is None else {LOG_LEVEL_VARIABLE: level},
         )
 
-    async def first_exit(self) -> WorkerExit:
-        """Waits until one worker or its actor ends."""
-        done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-        first = done.pop()
-        return self._exit_of(self._running[first][0], first)
+    async def watch(self, goes_on: GoesOn) -> WorkerExit:
+        """Makes another actor where one or its worker has ended; see `Launcher.watch`."""
+        async with asyncio.TaskGroup() as tasks:
+            keepers = [tasks.create_task(self._keep(run, goes_on)) for run in self._runs]
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in keepers:
+                keeper.cancel()
+        return done.pop().result()
+
+    async def _keep(self, run: _Run, goes_on: GoesOn) -> WorkerExit:
+        budget = RestartBudget(DEFAULT_LIMITS)
+        loop = asyncio.get_running_loop()
+        for start in count(2):
+            started_at = loop.time()
+            await asyncio.wait((run.end,))
+            ended = self._exit_of(run.place, run.end)
+            if not goes_on(ended):
+                return ended
+            delay = budget.next_delay(loop.time() - started_at, loop.time())
+            if delay is None:
+                return replace(ended, how=f"{ended.how}, after {budget.used_up()}")
+            log.warning(
+                "the worker of stage %d %s; another takes its place",
+                ended.placement.pp_rank,
+                ended.how,
+            )
+            # An actor whose worker alone has ended holds the bundle.
+            self._cluster.kill(run.rank_run)
+            await asyncio.sleep(delay)
+            run.rank_run = self._cluster.run_rank(run.place, run.order, start)
+            run.end = asyncio.wrap_future(run.rank_run.end)
+        raise AssertionError("counting has come to an end")
 
     def _exit_of(self, place: RankPlace, ended: asyncio.Future[RankEnd]) -> WorkerExit:
         where = f"on {place.address}"
@@ -70,20 +113,20 @@ class RayLauncher:
             return WorkerExit(place.placement, f"{where} ended with its actor ({one_line(error)})")
         if end.code is None:
             return WorkerExit(place.placement, f"{where} could not be started ({end.why})")
-        how = f"{where} {how_it_ended(end.code)}"
-        return WorkerExit(place.placement, how, dismissed=end.code == 0)
+        return WorkerExit(place.placement, f"{where} {how_it_ended(end.code)}", code=end.code)
 
     async def stop(self) -> None:
         """Gives the workers, which have been told to leave, a moment; ends what is left."""
-        if not self._running:
+        running = {run.end: run for run in self._runs}
+        if not running:
             return
-        _, left = await asyncio.wait(self._running, timeout=STOP_TIMEOUT_SECONDS)
+        _, left = await asyncio.wait(running, timeout=STOP_TIMEOUT_SECONDS)
         for end in left:
-            self._cluster.kill(self._running[end][1])
+            self._cluster.kill(running[end].rank_run)
         if left:
             await asyncio.wait(left, timeout=STOP_TIMEOUT_SECONDS)
-        for end in self._running:
+        for end in running:
             # Read here too, since nobody else may: they say what the log has said already.
             if end.done() and not end.cancelled():
                 end.exception()
-        self._running.clear()
+        self._runs.clear()

@@ -74,6 +74,7 @@ class RankActor:
             num_devices=1,
             fingerprint=fingerprint,
             lifeline_fd=lifeline,
+            pulse_fd=None,
             tls_dir=order.config.tls_dir,
         )
         try:

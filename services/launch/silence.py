@@ -31,6 +31,11 @@ class SilenceWatch:
         self._suspected = False
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it looks."""
+        return self._timer is not None
+
     def start(self) -> None:
         """The child's first sign of life."""
         self.heard()

@@ -19,14 +19,16 @@ def worker_command(
     num_devices: int,
     fingerprint: topology_pb2.Fingerprint,
     lifeline_fd: int,
+    pulse_fd: int | None,
     tls_dir: str | None,
 ) -> list[str]:
     """`stagemesh stage-worker` for one place of the mesh, on this node.
 
     `host` is the address that the worker and its ranks listen on; `fingerprint` is the
     plan's, from this node's copy of the model, and is compared with the head's at join;
-    `lifeline_fd` is the read end of a pipe that the launcher holds open; `tls_dir` is where
-    this node's certificates are, None without TLS.
+    `lifeline_fd` is the read end of a pipe that the launcher holds open; `pulse_fd` the write
+    end of one that it listens to, None where it does not; `tls_dir` is where this node's
+    certificates are, None without TLS.
     """
     return [
         sys.executable,
@@ -45,5 +47,6 @@ def worker_command(
         f"--cpu-devices={num_devices}",
         f"--fingerprint={base64.b64encode(fingerprint.SerializeToString()).decode()}",
         f"--lifeline-fd={lifeline_fd}",
+        *(() if pulse_fd is None else (f"--pulse-fd={pulse_fd}",)),
         *(() if tls_dir is None else (f"--tls-dir={tls_dir}", "--require-tls")),
     ]

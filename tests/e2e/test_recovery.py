@@ -61,6 +61,15 @@ def hit_rank(stage: int, signal_number: int) -> Hit:
     return hit
 
 
+def hit_worker(stage: int, signal_number: int) -> Hit:
+    def hit(mesh: MeshProcess) -> psutil.Process:
+        (worker,) = [w for w in mesh.workers() if f"--pp-rank={stage}" in w.cmdline()]
+        worker.send_signal(signal_number)
+        return worker
+
+    return hit
+
+
 def serve_through(mesh: MeshProcess, hits: list[Hit], prompt_tokens: int = 8) -> None:
     """Requests run while the mesh is hit; all are answered as if nothing had happened."""
     tree = len(mesh.tree())
@@ -84,6 +93,23 @@ def serve_through(mesh: MeshProcess, hits: list[Hit], prompt_tokens: int = 8) ->
 def test_a_killed_rank(mesh: MeshProcess, stage: int) -> None:
     """F24, while requests decode: the first, a middle and the last stage."""
     serve_through(mesh, [hit_rank(stage, signal.SIGKILL)])
+
+
+@pytest.mark.parametrize("stage", [0, PP_SIZE - 1])
+def test_a_killed_worker(mesh: MeshProcess, stage: int) -> None:
+    """Its launcher starts another, which takes the place in the mesh."""
+    serve_through(mesh, [hit_worker(stage, signal.SIGKILL)])
+
+
+def test_a_stopped_worker(mesh: MeshProcess) -> None:
+    """Its launcher ends it, and with it its ranks."""
+    serve_through(mesh, [hit_worker(1, signal.SIGSTOP)])
+    assert "was stopped or hung: silent for" in mesh.log()
+
+
+def test_a_worker_that_is_told_to_leave(mesh: MeshProcess) -> None:
+    """By somebody who does not know that it is needed."""
+    serve_through(mesh, [hit_worker(1, signal.SIGTERM)])
 
 
 def test_a_stopped_rank(mesh: MeshProcess) -> None:

@@ -13,6 +13,7 @@ import pytest
 from services.config import ServeConfig
 from services.errors import FingerprintMismatch, ModelError
 from services.launch import ray_launcher
+from services.launch.launcher import WorkerExit
 from services.launch.ray_bundles import RankPlace
 from services.launch.ray_cluster import RankRun
 from services.launch.ray_launcher import RayLauncher
@@ -89,7 +90,7 @@ class FakeCluster:
         self.runs: list[RankRun] = []
         self.killed: list[RankRun] = []
 
-    def run_rank(self, place: RankPlace, order: RankOrder) -> RankRun:
+    def run_rank(self, place: RankPlace, order: RankOrder, start: int) -> RankRun:
         run = RankRun(actor=None, end=concurrent.futures.Future())
         self.orders.append(order)
         self.runs.append(run)
@@ -97,7 +98,8 @@ class FakeCluster:
 
     def kill(self, run: RankRun) -> None:
         self.killed.append(run)
-        run.end.set_exception(ActorDied("killed"))
+        if not run.end.done():
+            run.end.set_exception(ActorDied("killed"))
 
 
 def launcher_of(cluster: Any, model: Path) -> RayLauncher:
@@ -141,7 +143,30 @@ async def test_the_first_end_is_told_in_words_and_the_rest_is_ended(
     else:
         cluster.runs[1].end.set_exception(end)
     async with asyncio.timeout(5):
-        exit_ = await launcher.first_exit()
+        exit_ = await launcher.watch(lambda ended: False)
     assert (exit_.how, exit_.dismissed) == (how, False)
     await launcher.stop()
     assert cluster.killed == [cluster.runs[0]]
+
+
+async def test_another_actor_takes_the_place_of_one_that_has_ended(model: Path) -> None:
+    cluster = FakeCluster()
+    launcher = launcher_of(cluster, model)
+    await launcher.start("10.0.0.1", 4711)
+    ends: list[str] = []
+
+    def goes_on(ended: WorkerExit) -> bool:
+        ends.append(ended.how)
+        return len(ends) < 2
+
+    watching = asyncio.ensure_future(launcher.watch(goes_on))
+    cluster.runs[1].end.set_result(RankEnd(-9))
+    async with asyncio.timeout(5):
+        while len(cluster.runs) < 3:  # noqa: ASYNC110 - what is waited for is the launcher
+            await asyncio.sleep(0.01)
+        cluster.runs[2].end.set_exception(ActorDied("node died"))
+        assert (await watching).how == "on 10.0.0.2 ended with its actor (node died)"
+    assert cluster.orders[2] == cluster.orders[1]
+    assert cluster.killed == [cluster.runs[1]]
+    cluster.runs[0].end.set_result(RankEnd(0))
+    await launcher.stop()

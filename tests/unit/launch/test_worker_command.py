@@ -18,6 +18,7 @@ def test_a_worker_is_told_where_certificates_are_and_nothing_of_what_is_in_them(
             num_devices=1,
             fingerprint=topology_pb2.Fingerprint(),
             lifeline_fd=3,
+            pulse_fd=4,
             tls_dir=tls_dir,
         )
 
