@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct
 SERVE_ARGS ?= -pp 2 --cpu-devices 2
 PYTEST_ARGS ?=
+SOAK_SECONDS ?= 3600
 
 PROJECT_FILES := pyproject.toml setup.py stagemesh/pyproject.toml stagemesh/setup.py stagemesh/version.py
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -c constraints.txt
@@ -20,7 +21,7 @@ SERVE_STAMP := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 
 .NOTPARALLEL:
-.PHONY: help serve install install-test model test test-system proto check-proto docs check-docs lint format types check-aarch64 bench clean
+.PHONY: help serve install install-test model test test-system proto check-proto docs check-docs lint format types check-aarch64 bench soak clean
 
 help:
 	@echo "make serve         install, fetch the demo model, serve it on two stages"
@@ -31,6 +32,7 @@ help:
 	@echo "make docs          write the pages made from tables; make check-docs: they are up to date"
 	@echo "make check-aarch64 every extra resolves to aarch64 wheels"
 	@echo "make bench         benchmarks"
+	@echo "make soak          an hour of load with cancels (SOAK_SECONDS), and what it leaves"
 	@echo "make clean         remove what was built (the model cache stays)"
 
 serve: install model
@@ -81,6 +83,9 @@ check-aarch64: $(TEST_STAMP)
 
 bench: $(TEST_STAMP) model
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+soak: $(TEST_STAMP)
+	$(BIN)/python -m tests.soak --seconds $(SOAK_SECONDS)
 
 clean:
 	rm -rf .venv build dist *.egg-info stagemesh/build stagemesh/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ never text from a client.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
@@ -97,6 +98,22 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(name, text, value=value)
 
 
+class _TaskCollector(Collector):
+    """What grows where something is started and never ended."""
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            count = len(asyncio.all_tasks())
+        except RuntimeError:  # outside of an event loop
+            return
+        yield GaugeMetricFamily(
+            "stagemesh_gateway_tasks", "Tasks of the gateway's event loop.", value=count
+        )
+
+
 class Metrics:
     """The gateway's metrics. One object, made at start-up and handed down."""
 
@@ -152,6 +169,7 @@ class Metrics:
             registry=self.registry,
         )
         self.stages = StageMetrics(self.registry)
+        self.registry.register(_TaskCollector())
 
     def declare_endpoints(self, endpoints: Iterable[str]) -> None:
         """Names that `observe_request` keeps; others are counted as "other"."""

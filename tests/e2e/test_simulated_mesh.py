@@ -36,6 +36,20 @@ def metric(mesh: MeshProcess, name: str) -> float:
     return float(value)
 
 
+async def leave_over_rest(http: httpx.AsyncClient, prompt: Sequence[int], *, stream: bool) -> None:
+    """Closes the connection after the first bytes of a stream, or after a while without any."""
+    body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    try:
+        async with (
+            asyncio.timeout(30 if stream else 0.1),
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            async for _ in response.aiter_bytes():
+                break
+    except TimeoutError:
+        return
+
+
 def test_order_and_blocks_are_right_under_preemption_and_aborts(tmp_path: Path) -> None:
     """F16: blocks are taken away and given to others while steps are in flight."""
     block_bytes = 2 * 4 * 16 * 3 * 64 * 4
@@ -45,8 +59,15 @@ def test_order_and_blocks_are_right_under_preemption_and_aborts(tmp_path: Path) 
     with simulated_mesh(tmp_path, PP_SIZE, StageCost(), *flags, *tight) as mesh:
 
         async def storm() -> None:
-            async with AsyncClient(mesh.grpc_address) as client:
-                for prompt in prompts_of(40, 90):
+            """Every other one is left over REST: in a stream, or before there is an answer."""
+            async with (
+                AsyncClient(mesh.grpc_address) as client,
+                httpx.AsyncClient(base_url=mesh.url, timeout=30) as http,
+            ):
+                for index, prompt in enumerate(prompts_of(40, 90)):
+                    if index % 2:
+                        await leave_over_rest(http, prompt, stream=index % 4 == 1)
+                        continue
                     stream = client.stream(token_ids=prompt, max_tokens=100, ignore_eos=True)
                     async with stream:
                         async for _ in stream:
@@ -59,6 +80,9 @@ def test_order_and_blocks_are_right_under_preemption_and_aborts(tmp_path: Path) 
 
         assert asyncio.run(both()) == expected_outputs(prompts, 60)
         assert metric(mesh, "stagemesh_preemptions_total") > 0
+        free = metric(mesh, "stagemesh_kv_blocks")
+        wait_for(lambda: metric(mesh, "stagemesh_kv_free_blocks") == free, 5, "all blocks free")
+        assert 'endpoint="/v1/completions",status="499"' in httpx.get(f"{mesh.url}/metrics").text
 
 
 @pytest.fixture(scope="module")
