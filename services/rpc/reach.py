@@ -102,9 +102,7 @@ async def connect(
         # With TLS 1.3 a server looks at our certificate when our side is through already.
         return Unanswered(address, Obstacle.TLS, reason(error))
     finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        await _hang_up(writer)
     if greeting[_FRAME_TYPE] == _SETTINGS_FRAME:
         return None
     if tls is None and await _speaks_tls(host, port, timeout_seconds):
@@ -126,10 +124,16 @@ async def _speaks_tls(host: str, port: int, timeout_seconds: float) -> bool:
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except (OSError, TimeoutError):
         return False
-    writer.close()
+    await _hang_up(writer)
+    return True
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """At once: TLS would wait for the other side's farewell, which gRPC does not send (uvloop
+    waits for 30 s)."""
+    writer.transport.abort()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
-    return True
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:

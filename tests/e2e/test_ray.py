@@ -21,6 +21,8 @@ import httpx
 import psutil
 import pytest
 
+from services.rpc.roles import Role
+from tests.certificates import Pki
 from tests.e2e.test_oracle import PROMPTS, Answer, Oracle, ask_all, check
 from tests.e2e.test_recovery import is_ready
 from tests.mesh_process import ENDLESS, MeshProcess, is_running, wait_for
@@ -125,12 +127,20 @@ def raylet_of(pid: int) -> int:
     return next(p.pid for p in psutil.Process(pid).parents() if p.name().startswith("raylet"))
 
 
-def test_another_actor_takes_the_place_of_a_dead_one(tiny: Path, two_nodes: RayCluster) -> None:
-    """Requests go on; afterwards the cluster is as it was, and has room for the next mesh."""
+def test_another_actor_takes_the_place_of_a_dead_one(
+    tiny: Path, two_nodes: RayCluster, tmp_path: Path
+) -> None:
+    """Requests go on; afterwards the cluster is as it was, and has room for the next mesh. With
+    TLS: every actor finds its node's certificates at the head's path."""
+    pki = Pki(tmp_path)
+    addresses = [a.address for own in psutil.net_if_addrs().values() for a in own]
+    addresses = [a for a in addresses if a.count(".") == 3]
+    for role in (Role.GATEWAY, Role.STAGE_WORKER):
+        pki.issue(role, pki.tls_dir, *addresses, force=True)
     known = set(two_nodes.tree())
     started: set[psutil.Process] = set()
     with (
-        on(two_nodes, tiny, "-pp", "2") as mesh,
+        on(two_nodes, tiny, "-pp", "2", "--tls-dir", str(pki.tls_dir)) as mesh,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
     ):
         started |= set(two_nodes.tree()) - known

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from services.rpc import RpcServer
 from services.rpc.reach import Obstacle, Unanswered, connect
@@ -46,6 +48,20 @@ async def test_nothing_is_in_the_way(pki: Pki) -> None:
     assert await tried(None, None) is None
     for role in Role:
         assert await tried(pki.files(Role.GATEWAY), pki.files(role)) is None
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_it_leaves_at_once(pki: Pki, run: Callable[[Coroutine[None, None, float]], float]) -> None:
+    """A worker asks between two attempts to join; gRPC's server says no farewell."""
+
+    async def seconds() -> float:
+        async with served(pki.files(Role.GATEWAY)) as port:
+            started = time.monotonic()
+            for tls in (pki.files(Role.STAGE_WORKER), None):
+                await connect("127.0.0.1", port, TIMEOUT_SECONDS, tls)
+            return time.monotonic() - started
+
+    assert run(seconds()) < 2
 
 
 async def test_only_one_side_has_tls(pki: Pki) -> None:

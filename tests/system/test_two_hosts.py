@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from services.rpc.roles import Role
+from tests.certificates import Pki
 from tests.e2e.test_oracle import NUM_TOKENS, PROMPTS, Answer, Oracle, check
 from tests.system.hosts import Host, HostProcess, hosts
 from tests.tiny_models import make_tiny_llama
@@ -76,20 +78,29 @@ def listeners(host: Host) -> set[str]:
 
 def test_two_hosts_serve_and_listen_on_their_own_addresses_only(tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / "tiny", tied=True)
+    pki = Pki(tmp_path / "pki")
     with hosts(2) as (head, other):
         join = (f"--master-addr={head.address}", f"--master-port={MASTER_PORT}")
+        # As docs/security.md has it: a directory for each node, with what runs there.
+        tls = {host: tmp_path / f"tls-{host.address}" for host in (head, other)}
+        pki.issue(Role.GATEWAY, tls[head], head.address)
+        for host, directory in tls.items():
+            pki.issue(Role.STAGE_WORKER, directory, host.address)
         with (
             head.start(
                 tmp_path / "gateway.log",
                 *("gateway", str(model), "-pp", "2", "--max-model-len", "256", *join),
+                f"--tls-dir={tls[head]}",
             ) as gateway,
             head.start(
                 tmp_path / "stage-0.log",
                 *("stage-worker", *join, f"--host={head.address}", "--pp-rank=0"),
+                *(f"--tls-dir={tls[head]}", "--require-tls"),
             ),
             other.start(
                 tmp_path / "stage-1.log",
                 *("stage-worker", *join, f"--host={other.address}", "--pp-rank=1"),
+                *(f"--tls-dir={tls[other]}", "--require-tls"),
             ) as stage_1,
         ):
             wait_until_ready(head, gateway)
