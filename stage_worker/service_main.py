@@ -33,7 +33,7 @@ from services.rpc.certificate import own_identity
 from services.rpc.channel import create_channel
 from services.rpc.roles import Role
 from services.rpc.server import RpcServer
-from services.rpc.tls import tls_files
+from services.rpc.tls_files import tls_files
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV

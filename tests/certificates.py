@@ -13,7 +13,7 @@ import pytest
 
 from services.certs import authority
 from services.rpc.roles import Role
-from services.rpc.tls import TlsFiles, tls_files
+from services.rpc.tls_files import TlsFiles, tls_files
 
 
 class Pki:

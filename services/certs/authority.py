@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.errors import ConfigError, UsageError
 from services.rpc.roles import Role
-from services.rpc.tls import CA_FILE, tls_files
+from services.rpc.tls_files import CA_FILE, tls_files
 from services.text import shown
 
 CA_KEY_FILE = "ca.key"

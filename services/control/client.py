@@ -13,7 +13,7 @@ from services.errors import JoinRefused
 from services.rpc import reach
 from services.rpc.addresses import join_host_port
 from services.rpc.errors import error_from_rpc
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_worker_pb2
 
 log = logging.getLogger("stagemesh.control")

@@ -18,7 +18,8 @@ from services.control.worker_reports import WorkerReports
 from services.errors import JoinRefused, PipelineUnavailable, StageFailed
 from services.models.content_hash import ContentHash
 from services.rpc.channel import create_channel
-from services.rpc.tls import RenewedCredentials, TlsFiles
+from services.rpc.tls import RenewedCredentials
+from services.rpc.tls_files import TlsFiles
 from stagemesh.v1 import (
     control_pb2,
     control_pb2_grpc,

@@ -38,7 +38,7 @@ from services.rpc.addresses import check_master_address
 from services.rpc.certificate import check_certificate
 from services.rpc.reach import Unanswered
 from services.rpc.roles import Role
-from services.rpc.tls import tls_files
+from services.rpc.tls_files import tls_files
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import stated_fingerprint
 from services.topology.partition import PARTITION_FLAG

@@ -17,7 +17,7 @@ from services.models.content_hash import ContentHash
 from services.rpc.addresses import join_host_port
 from services.rpc.channel import create_channel
 from services.rpc.reach import Obstacle, Unanswered, connect
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
 ROUND_TRIPS = 10

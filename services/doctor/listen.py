@@ -18,7 +18,7 @@ from services.models.content_hash import ContentHash
 from services.rpc.addresses import check_master_address, join_host_port
 from services.rpc.certificate import own_identity
 from services.rpc.roles import Role
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 from services.topology.wire import shape_to_proto
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 

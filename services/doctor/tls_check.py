@@ -12,7 +12,7 @@ from services.errors import StagemeshError
 from services.rpc.addresses import check_door_address, own_address_towards
 from services.rpc.certificate import check_certificate, rest_context
 from services.rpc.roles import Role
-from services.rpc.tls import tls_files
+from services.rpc.tls_files import tls_files
 from services.units import counted
 
 CA_KEY_FILE = "ca.key"
@@ -24,6 +24,15 @@ def check_tls(config: ServeConfig, *, asks_head: bool) -> Iterator[Finding]:
     if config.tls_dir is None:
         return
     for role, hosts in _needed(config, asks_head=asks_head):
+        path = tls_files(config.tls_dir, role).certificate
+        if role is Role.STAGE_WORKER and config.node_rank == 0 and not path.exists():
+            yield warning(
+                Check.TLS,
+                f"{path} is not here: serve needs it for the workers that it starts, gateway "
+                "does not",
+                "stagemesh certs issue --role stage-worker makes one",
+            )
+            continue
         yield check_role(config.tls_dir, role, hosts)
     if (Path(config.tls_dir) / CA_KEY_FILE).exists():
         yield warning(

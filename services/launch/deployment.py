@@ -26,7 +26,7 @@ from services.models.resolve import resolve_model
 from services.rpc.addresses import check_door_address, check_master_address
 from services.rpc.certificate import own_identity
 from services.rpc.roles import Role
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 
 log = logging.getLogger("stagemesh.gateway")
 

@@ -24,7 +24,7 @@ from services.rpc.settings import (
     MESH_MAX_MESSAGE_BYTES,
     MessageLimits,
 )
-from services.rpc.tls import TlsFiles, tls_files
+from services.rpc.tls_files import TlsFiles, tls_files
 
 __all__ = [
     "INFERENCE_MAX_REQUEST_BYTES",

@@ -15,7 +15,7 @@ from typing import Any
 
 from services.errors import ConfigError
 from services.rpc.roles import Role, roles_in
-from services.rpc.tls import TlsFiles, check_key_mode, tls_files
+from services.rpc.tls_files import TlsFiles, check_key_mode, tls_files
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 
 from services.rpc.settings import MessageLimits, channel_options
-from services.rpc.tls import RenewedCredentials, TlsFiles, channel_credentials
+from services.rpc.tls import RenewedCredentials, channel_credentials
+from services.rpc.tls_files import TlsFiles
 
 
 def create_channel(

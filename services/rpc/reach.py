@@ -14,7 +14,7 @@ from enum import Enum
 
 from services.rpc.addresses import join_host_port
 from services.rpc.certificate import client_context, reason
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 
 # What a client of HTTP/2 sends first: the connection preface and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))

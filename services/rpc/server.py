@@ -16,7 +16,8 @@ from services.rpc.errors import ErrorInterceptor
 from services.rpc.health import Health
 from services.rpc.roles import check_role
 from services.rpc.settings import MessageLimits, server_options
-from services.rpc.tls import TlsFiles, server_credentials
+from services.rpc.tls import server_credentials
+from services.rpc.tls_files import TlsFiles
 
 
 def check_address(host: str, port: int, flag: str) -> None:

@@ -15,7 +15,7 @@ import uvloop
 from services.rpc import RpcServer
 from services.rpc.reach import Obstacle, Unanswered, connect
 from services.rpc.roles import Role
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 from tests.certificates import Pki, issue_as_of
 
 TIMEOUT_SECONDS = 5.0

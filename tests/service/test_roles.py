@@ -15,7 +15,7 @@ from services.certs import authority
 from services.errors import NotAuthenticated, NotPermitted
 from services.rpc import RpcServer, create_channel, error_from_rpc
 from services.rpc.roles import ROLES_OF_METHOD, Role
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 from tests.certificates import Pki
 from tests.service_methods import own_methods
 

@@ -18,7 +18,7 @@ from gateway.grpc_server.server import create_inference_server
 from services.errors import ConfigError
 from services.rpc import RpcServer, create_channel
 from services.rpc.roles import Role
-from services.rpc.tls import TlsFiles
+from services.rpc.tls_files import TlsFiles
 from stagemesh import AsyncClient, TLSConfig
 from tests.certificates import Pki, issue_as_of
 

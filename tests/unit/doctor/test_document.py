@@ -42,7 +42,7 @@ from services.models.content_hash import FileHash, HashProgress
 from services.rpc.certificate import CertificateFacts, wrong_host
 from services.rpc.reach import Obstacle, Unanswered
 from services.rpc.roles import Role
-from services.rpc.tls import tls_files
+from services.rpc.tls_files import tls_files
 from services.software import Version
 from services.topology.compatibility import MeshRequest, broken_rules
 from services.topology.facts import MeshShape

@@ -47,10 +47,12 @@ def test_what_is_wrong_with_the_directory(pki: Pki, tmp_path: Path) -> None:
     found = said(dataclasses.replace(HEAD, tls_dir=str(tmp_path)))
     assert [outcome for outcome, _ in found] == [
         Outcome.WARNING,
-        Outcome.FAILED,
+        Outcome.WARNING,
         Outcome.WARNING,
     ]
-    assert "stage-worker" in found[1][1] and "can sign any role" in found[2][1]
+    assert "gateway does not" in found[1][1] and "can sign any role" in found[2][1]
+    ((outcome, what),) = said(dataclasses.replace(NODE, tls_dir=str(tmp_path)))[:1]
+    assert outcome is Outcome.FAILED and "stage-worker.pem" in what
 
 
 def test_the_ways_in(pki: Pki, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from services.cli import main
 from services.errors import ConfigError
 from services.rpc.certificate import check_certificate, own_identity
 from services.rpc.roles import Role
-from services.rpc.tls import tls_files
+from services.rpc.tls_files import tls_files
 from tests.certificates import Pki, issue_as_of
 
 
