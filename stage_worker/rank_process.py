@@ -339,6 +339,14 @@ class RankProcess:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame)
 
+    async def send_step(self, frame: bytes) -> None:
+        """Queues a step, and waits while the rank does not take what was queued before it, so
+        that a gateway that sends more than it reads is held back and not stored."""
+        self.send(frame)
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):  # Its end is told by its reader.
+                await self._writer.drain()
+
     async def stop(self, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
         """Lets the rank finish what is queued, up to a deadline, and makes sure that it is gone."""
         self._stopping = True

@@ -39,6 +39,8 @@ _SEVERITY = (
 """From best to worst: a worker is in the state of its worst rank."""
 
 MAX_DRAIN_SECONDS = 60.0
+MAX_WORKER_RPCS = 64
+"""Calls at a time. A gateway has one stream and one call open, doctors a few."""
 MAX_FORM_SECONDS = 600.0
 """For the ranks of a mesh to meet; who waits longer waits for nothing."""
 PLACE_TIMEOUT_SECONDS = 5.0
@@ -242,7 +244,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             except ipc.FrameError as error:
                 raise InvalidRequest(f"Execute: {error}", param="step") from None
             for rank in ranks:
-                rank.send(frame)
+                await rank.send_step(frame)
 
     async def Status(
         self,

@@ -40,7 +40,7 @@ from services.topology.partition import PARTITION_ENV
 from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS, RankArguments
 from stage_worker.rank_process import RankProcess
 from stage_worker.rank_supervisor import RankSupervisor
-from stage_worker.service import SERVICE_NAME, StageWorker, add_to_server
+from stage_worker.service import MAX_WORKER_RPCS, SERVICE_NAME, StageWorker, add_to_server
 from stagemesh.v1 import control_pb2, topology_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
@@ -100,7 +100,7 @@ def _check_addresses(config: StageWorkerConfig) -> None:
 async def _serve(config: StageWorkerConfig, fingerprint: topology_pb2.Fingerprint) -> None:
     device, num_devices = resolve_device(config.device, config.cpu_devices)
     worker = StageWorker()
-    server = RpcServer([SERVICE_NAME])
+    server = RpcServer([SERVICE_NAME], max_concurrent_rpcs=MAX_WORKER_RPCS)
     try:
         add_to_server(worker, server.grpc_server)
         await _run_worker(config, fingerprint, worker, server, (device, num_devices))

@@ -17,7 +17,6 @@ import grpc
 import pytest
 from front_doors import FakeGateway
 from google.protobuf.message import Message
-from test_stage_worker_service import stage
 
 from gateway.grpc_server.server import create_inference_server
 from services.control.membership import Membership
@@ -35,6 +34,7 @@ from stagemesh.v1 import (
     topology_pb2,
 )
 from tests.mutation import mutants
+from tests.service.worker_stage import stage
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 CASES = 10_000

@@ -7,7 +7,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from front_doors import MODEL, until
 
 from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduled_step import SchedulerLimits
+from gateway.engine.types import EngineStats
 from gateway.frontend.frontend import Frontend, load_assets
 from gateway.grpc_server.server import create_inference_server
 from gateway.rest.app import RestConfig, create_rest_app
@@ -140,6 +141,10 @@ async def consume(made: Service) -> None:
             pass
 
 
+def len_of(stats: EngineStats) -> int:
+    return stats.running_requests + stats.waiting_requests
+
+
 async def grpc_error(made: Service, seconds: float = 20.0) -> StagemeshError:
     with pytest.raises(StagemeshError) as caught:
         await made.client.generate("a", max_tokens=ENDLESS, ignore_eos=True, timeout=seconds)
@@ -201,6 +206,30 @@ async def test_a_deadline_frees_what_the_request_held(tmp_path: Path, prompt_tok
                 token_ids=token_ids, max_tokens=ENDLESS - 4000, ignore_eos=True, timeout=0.2
             )
         await until(made.is_empty)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("where", ["queue", "prefill", "decode"])
+async def test_a_closed_connection_frees_what_the_request_held(
+    tmp_path: Path, where: str, stream: bool
+) -> None:
+    """A step takes 10 ms: what is left of the request would take minutes."""
+    async with service(tmp_path, InstantStages(0.01)) as made, AsyncExitStack() as stack:
+        if where == "queue":
+            await stack.enter_async_context(occupied(made, SLOTS))
+        prompt = [40] * (4000 if where == "prefill" else 1)
+        before = made.engine.stats()
+        request = asyncio.ensure_future(made.complete(ENDLESS - 4000, prompt=prompt, stream=stream))
+        await until(lambda: made.frontend.num_requests > len_of(before))
+        await asyncio.sleep(0.1)
+        stats = made.engine.stats()
+        assert (stats.waiting_requests, stats.running_requests) == (
+            (1, SLOTS) if where == "queue" else (0, 1)
+        )
+        request.cancel()
+        await until(lambda: made.frontend.num_requests == len_of(before), 1.0)
+        if where != "queue":
+            await until(made.is_empty, 1.0)
 
 
 async def test_a_deadline_in_a_stream_is_its_last_event(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from services.launch import silence
 from services.rpc import error_from_rpc
 from stage_worker import answers, rank_calls, service
 from stage_worker.rank_process import RANK_COMMAND, RankProcess
-from stagemesh.v1 import rank_pb2, stage_worker_pb2
+from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 from tests.service.fake_rank import FLOOD_RESULTS
 from tests.service.worker_stage import (
     ARGUMENTS,
@@ -288,6 +289,24 @@ async def test_a_rank_that_cannot_be_started_fails_and_leaves_no_socket() -> Non
             rank = RankProcess(ARGUMENTS, worker.on_result, worker.on_failure, ("/nonexistent",))
             await rank.run()
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_rank_that_does_not_read_holds_its_gateway_back() -> None:
+    """What is sent waits with who sends it, not in the worker."""
+    start = step_pb2.SlotStart(history_token_ids=[1] * (1 << 20))
+    large = step_pb2.Step(step_id=2, starts=[start])
+    request = stage_worker_pb2.ExecuteRequest(step=large).SerializeToString()
+    async with stage("step-hang") as running:
+        call = await running.execute(step(1))
+        written = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                while written < 200:
+                    await call.write(request)
+                    written += 1
+        assert 0 < written < 100
+        await running.status()
+        call.cancel()
 
 
 STOP = rank_pb2.RankCommand(stop=rank_pb2.RankStop()).SerializeToString()
