@@ -12,11 +12,13 @@ from benchmarks import (
     gateway_step,
     long_prompt,
     pipeline_fullness,
+    recovery,
     start_up,
 )
 
 BENCHMARKS = {
     "start-up": start_up.main,
+    "recovery": recovery.main,
     "gateway-step": gateway_step.main,
     "front-door": front_door.main,
     "long-prompt": long_prompt.main,

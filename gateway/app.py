@@ -181,6 +181,7 @@ class Gateway:
         self._metrics.watch_engine(self._mesh.stats)
         self._metrics.stages.watch_memory(self._mesh.stage_memory)
         self._metrics.stages.watch_progress(self._stalls)
+        self._metrics.recovery.watch_epochs(self._mesh.epochs)
         self._frontend = Frontend(
             self._mesh,
             assets,

@@ -22,7 +22,7 @@ from gateway.fit import check_reported_memory
 from gateway.mesh_view import MeshView, mesh_view
 from gateway.observer import MeshObserver
 from gateway.pipeline.bring_up import LoadedMesh
-from gateway.pipeline.mesh_pipeline import MeshPipeline
+from gateway.pipeline.mesh_pipeline import WORKER_LOST, MeshPipeline
 from gateway.recovery import RecoveryLimits
 from gateway.replica import Replica, ReplicaHooks, ReplicaState
 from services.control.membership import Member
@@ -73,6 +73,7 @@ class Mesh:
             epochs,
             partial(self._observer.on_stage_step, dp_rank),
             partial(self._observer.on_step, dp_rank),
+            partial(self._observer.on_recovered, dp_rank),
         )
         return Replica(self._plan, dp_rank, self._control, hooks, self._recovery)
 
@@ -124,6 +125,10 @@ class Mesh:
             ranks = (rank.memory_peak_bytes for rank in member.status.ranks)
             peaks[place] = max(peaks.get(place, 0), *ranks, 0)
         return ((replica, stage, peak) for (replica, stage), peak in peaks.items() if peak)
+
+    def epochs(self) -> Iterator[tuple[int, int]]:
+        """(replica, present epoch)."""
+        return ((replica.dp_rank, replica.epoch) for replica in self._replicas)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `Engine.generate`. Raises `PipelineUnavailable` with what is missing."""
@@ -182,7 +187,7 @@ class Mesh:
         if not self.ready_event.is_set():
             self.fail(why)
         else:
-            self._replicas[member.placement.dp_rank].stage_failed(StageFailed(why))
+            self._replicas[member.placement.dp_rank].stage_failed(StageFailed(why), WORKER_LOST)
 
     def worker_ended(self, node_rank: int, pid: int, how: str) -> bool:
         """The launcher says that a worker has ended. Returns whether another takes its place."""
@@ -199,7 +204,7 @@ class Mesh:
         if error.epoch == replica.epoch and error.reason != ECHO_REASON:
             failure = StageFailed(f"stage {error.pp_rank} failed ({error.reason}): {error.message}")
             if replica.state is ReplicaState.SERVING:
-                replica.stage_failed(failure)
+                replica.stage_failed(failure, error.reason)
 
     def fail(self, message: str) -> None:
         """Ends the mesh for good, for a reason seen from outside."""

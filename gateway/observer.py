@@ -14,6 +14,9 @@ StageObserver = Callable[[int, step_pb2.StepResult], None]
 StepObserver = Callable[[float], None]
 """Hears the seconds from sending a step to its result."""
 
+RecoveryObserver = Callable[[str, float, int], None]
+"""Hears (reason, seconds, tokens that are computed again) of a replica that serves again."""
+
 
 class MeshObserver(Protocol):
     """What a mesh tells. Must be quick and not raise."""
@@ -28,6 +31,10 @@ class MeshObserver(Protocol):
 
     def on_step(self, replica: int, seconds: float) -> None:
         """A step is through all stages, so long after it was sent."""
+        ...
+
+    def on_recovered(self, replica: int, reason: str, seconds: float, replayed: int) -> None:
+        """A replica serves again, so long after a failure."""
         ...
 
 
@@ -51,3 +58,7 @@ class MeasuringObserver:
     def on_step(self, replica: int, seconds: float) -> None:
         """See `MeshObserver`."""
         self._metrics.stages.observe_step(replica, seconds)
+
+    def on_recovered(self, replica: int, reason: str, seconds: float, replayed: int) -> None:
+        """See `MeshObserver`."""
+        self._metrics.recovery.observe(replica, reason, seconds, replayed)

@@ -20,7 +20,7 @@ from enum import Enum
 from itertools import count, pairwise
 
 from gateway.engine.engine import MeshEngine
-from gateway.observer import StageObserver, StepObserver
+from gateway.observer import RecoveryObserver, StageObserver, StepObserver
 from gateway.pipeline.bring_up import (
     LoadedMesh,
     Stage,
@@ -29,7 +29,7 @@ from gateway.pipeline.bring_up import (
     load_again,
     reset_ranks,
 )
-from gateway.pipeline.mesh_pipeline import MeshPipeline
+from gateway.pipeline.mesh_pipeline import OTHER, MeshPipeline
 from gateway.pipeline.stage_client import StageClient
 from gateway.recovery import RecoveryLimits, Tripwire, pause_seconds
 from services.control.membership import Member
@@ -68,6 +68,7 @@ class ReplicaHooks:
     """One counter for the whole mesh."""
     on_stage_step: StageObserver
     on_step: StepObserver
+    on_recovered: RecoveryObserver
 
 
 class Replica:
@@ -98,6 +99,8 @@ class Replica:
         self._percent: dict[tuple[int, int], int] = {}
         self._num_blocks = 0
         self._tripwire = Tripwire()
+        self._stuck_stage: int | None = None
+        """Whose ranks the next epoch must not take over."""
         self._retired = False
 
     # Coming up.
@@ -108,7 +111,8 @@ class Replica:
         self.epoch = next(self._hooks.epochs)
         stages = tuple(self._stages.values())
         self.doing = "ranks are starting"
-        await reset_ranks(stages, self.epoch)
+        stuck_stage, self._stuck_stage = self._stuck_stage, None
+        await reset_ranks(stages, self.epoch, stuck_stage)
         self.doing = "stages are forming their groups"
         await form_groups(stages, self._plan.shape, self.epoch)
         await self._hear_status()
@@ -215,6 +219,9 @@ class Replica:
         the first cause, or `ConfigError`."""
         self.state, self.doing = ReplicaState.RECOVERING, "the stages are being looked at"
         started_at = time.monotonic()
+        reason = OTHER
+        if self.pipeline is not None:
+            reason, self._stuck_stage = self.pipeline.failed_by or OTHER, self.pipeline.stuck_stage
         log.error("replica %d failed in epoch %d: %s", self.dp_rank, self.epoch, failure.message)
         engine.suspend(failure, self._limits.max_attempts)
         try:
@@ -227,11 +234,13 @@ class Replica:
             ) from None
         self.pipeline = self._new_pipeline()
         replayed = engine.resume(self.pipeline)
+        seconds = time.monotonic() - started_at
+        self._hooks.on_recovered(reason, seconds, replayed)
         log.info(
             "replica %d goes on in epoch %d after %.1f s; %d tokens are computed again",
             self.dp_rank,
             self.epoch,
-            time.monotonic() - started_at,
+            seconds,
             replayed,
         )
         return PipelineUnavailable("the engine has stopped")
@@ -284,10 +293,10 @@ class Replica:
     def _is_doing(self, what: str) -> None:
         self.doing = what
 
-    def stage_failed(self, failure: StageFailed) -> None:
+    def stage_failed(self, failure: StageFailed, reason: str) -> None:
         """A failure that is seen from outside: of a worker, or in a heartbeat."""
         if self.state is ReplicaState.SERVING and self.pipeline is not None:
-            self.pipeline.fail(failure)
+            self.pipeline.fail(failure, reason)
         else:
             self._tripwire.trip(failure)
 

@@ -17,6 +17,7 @@ import grpc
 
 from gateway.observer import StageObserver, StepObserver
 from gateway.pipeline.bring_up import Stage
+from gateway.pipeline.stuck_step import StepTimes
 from services.control.progress import (
     ProgressTable,
     StageProgress,
@@ -30,11 +31,23 @@ FIRST_CAUSE_WAIT_SECONDS = 1.0
 """How long an echo waits for the failure that caused it. Part of the 3 s in which
 clients learn of a failure."""
 MAX_UNSENT_STEPS = 64
-WATCH_INTERVAL_SECONDS = 1.0
-STUCK_AFTER_SECONDS = 75.0
-"""Above the ranks' own step time-out, whose message says more."""
+WATCH_INTERVAL_SECONDS = 0.5
+OWN_STALL_SECONDS = 0.5
+"""A later look says that the event loop did not run: answers are yet to be read."""
 MAX_UNREAD_RESULTS = 1024
 """The scheduler's depth bounds both far below this."""
+
+SECONDS_PER_NS = 1e-9
+STEP_STUCK = "STEP_STUCK"
+WORKER_LOST = "WORKER_LOST"
+OTHER = "OTHER"
+FAILURE_REASONS = frozenset(
+    (
+        *("RANK_DIED", "RANK_FROZEN", "RANK_FAILED", "STEP_FAILED", ECHO_REASON),
+        *(STEP_STUCK, WORKER_LOST, OTHER),
+    )
+)
+"""A closed set, for metrics."""
 
 
 class MeshPipeline:
@@ -58,10 +71,17 @@ class MeshPipeline:
         self._failure: StageFailed | None = None
         self._failed = asyncio.Event()
         self._sent = asyncio.Event()
+        self.failed_by = ""
+        """Why it has failed, as one of `FAILURE_REASONS`."""
+        self.stuck_stage: int | None = None
+        """The stage whose ranks hold a step that does not end."""
+        self._num_tokens: dict[int, int] = {}
+        """Query tokens of the last steps."""
         self._last_pp_rank = max(stage.placement.pp_rank for stage in self._stages)
         self._progress = ProgressTable(
             self._stages[0].placement.dp_rank, {stage.placement.pp_rank for stage in self._stages}
         )
+        self._step_times = {stage.placement.pp_rank: StepTimes() for stage in self._stages}
 
     @property
     def num_stages(self) -> int:
@@ -83,6 +103,9 @@ class MeshPipeline:
         now = asyncio.get_running_loop().time()
         self._sent_at.append(now)
         self._progress.given(step.step_id, now)
+        self._num_tokens[step.step_id] = sum(len(row.token_ids) for row in step.rows)
+        # Stages are never further apart than this.
+        self._num_tokens.pop(step.step_id - MAX_UNREAD_RESULTS, None)
         self._sent.set()
 
     async def next_result(self) -> step_pb2.StepResult:
@@ -101,15 +124,34 @@ class MeshPipeline:
 
     async def _watch(self) -> None:
         """Notices a step that no stage moves any more, and names the stage that holds it."""
+        loop = asyncio.get_running_loop()
         while self._failure is None:
             await self._sent.wait()  # An idle mesh needs no watch.
+            due = loop.time() + WATCH_INTERVAL_SECONDS
             await asyncio.sleep(WATCH_INTERVAL_SECONDS)
+            now = loop.time()
+            if now - due > OWN_STALL_SECONDS:
+                self._progress.forgive(now)
+                continue
             stages = self.progress()
             holder = furthest_behind(stages)
             if holder is None:
                 self._sent.clear()
-            elif holder.silent_seconds > STUCK_AFTER_SECONDS:
-                self.fail(StageFailed(explain_progress(stages) or "no stage has moved"))
+                continue
+            num_tokens = self._num_tokens.get(holder.done_step_id + 1, 0)
+            limit = self._step_times[holder.pp_rank].stuck_after(num_tokens)
+            if self._progress.held_seconds(holder.pp_rank, now) > limit:
+                self.stuck_stage = holder.pp_rank
+                words = explain_progress(stages) or "no stage has moved"
+                self.fail(StageFailed(f"{words} (a step may take {limit:.1f} s)"), STEP_STUCK)
+
+    def _observe(self, pp_rank: int, result: step_pb2.StepResult) -> None:
+        """One result of one step of a stage."""
+        num_tokens = self._num_tokens.get(result.step_id)
+        if num_tokens is not None:
+            seconds = result.clock.compute_ns * SECONDS_PER_NS
+            self._step_times[pp_rank].observe(num_tokens, seconds)
+        self._on_stage_step(pp_rank, result)
 
     def progress(self) -> tuple[StageProgress, ...]:
         """How far every stage is now."""
@@ -134,13 +176,14 @@ class MeshPipeline:
                         self._results.put_nowait(response.result)
                         self._on_step(now - self._sent_at.popleft())
                     for result in results_of(response.result):
-                        self._on_stage_step(pp_rank, result)
+                        self._observe(pp_rank, result)
         except StageFailed as failure:
-            self.fail(failure)
+            self.fail(failure, OTHER)
         except grpc.aio.AioRpcError as error:
-            self.fail(stage.client.gone(error))
+            self.fail(stage.client.gone(error), WORKER_LOST)
         else:
-            self.fail(StageFailed(f"stage {pp_rank} at {stage.client.address} has left the mesh"))
+            message = f"stage {pp_rank} at {stage.client.address} has left the mesh"
+            self.fail(StageFailed(message), WORKER_LOST)
         finally:
             call.cancel()
             _end(queue)
@@ -162,12 +205,13 @@ class MeshPipeline:
         if error.reason == ECHO_REASON:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), FIRST_CAUSE_WAIT_SECONDS)
-        self.fail(failure)
+        self.fail(failure, error.reason)
 
-    def fail(self, failure: StageFailed) -> None:
+    def fail(self, failure: StageFailed, reason: str) -> None:
         """Ends the pipeline; the first failure counts. Also for one seen from outside."""
         if self._failure is None:
             self._failure = failure
+            self.failed_by = reason if reason in FAILURE_REASONS else OTHER
             self._failed.set()
             self._results.put_nowait(failure)
 

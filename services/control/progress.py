@@ -64,6 +64,17 @@ class ProgressTable:
         """The steps that a stage has been given and has not answered."""
         return range(self._done[pp_rank] + 1, self._sent + 1)
 
+    def forgive(self, now: float) -> None:
+        """Counts every stage as having just moved: it was this side that did not listen."""
+        for pp_rank in self._moved_at:
+            self._moved_at[pp_rank] = max(self._moved_at[pp_rank], now)
+
+    def held_seconds(self, pp_rank: int, now: float) -> float:
+        """For how long at least a stage has had all that its next step needs of those before it,
+        and has not answered: they have answered nothing since."""
+        moved = (at for rank, at in self._moved_at.items() if rank <= pp_rank)
+        return now - max(moved)
+
     def stages(self, now: float) -> tuple[StageProgress, ...]:
         """Every stage, in stage order."""
         return tuple(

@@ -21,6 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.telemetry.recovery_metrics import RecoveryMetrics
 from services.telemetry.stage_metrics import StageMetrics
 
 LATENCY_BUCKETS_SECONDS = (
@@ -170,6 +171,7 @@ class Metrics:
         )
         self.stages = StageMetrics(self.registry)
         self.registry.register(_TaskCollector())
+        self.recovery = RecoveryMetrics(self.registry)
 
     def declare_endpoints(self, endpoints: Iterable[str]) -> None:
         """Names that `observe_request` keeps; others are counted as "other"."""

@@ -159,6 +159,16 @@ def test_a_rank_that_runs_out_of_memory(mesh: MeshProcess) -> None:
     assert not is_running(rank)
 
 
+def test_what_has_happened_is_counted(mesh: MeshProcess) -> None:
+    """By reason, with the time it took."""
+    before = gauge(mesh, 'stagemesh_recoveries_total{reason="RANK_DIED",replica="0"}')
+    serve_through(mesh, [hit_rank(1, signal.SIGKILL)])
+    assert gauge(mesh, 'stagemesh_recoveries_total{reason="RANK_DIED",replica="0"}') == before + 1
+    assert gauge(mesh, 'stagemesh_recovery_seconds_count{replica="0"}') >= 1
+    assert gauge(mesh, 'stagemesh_replayed_tokens_total{replica="0"}') >= 8 * NUM_REQUESTS
+    assert gauge(mesh, 'stagemesh_epoch{replica="0"}') == epoch_of(mesh)
+
+
 def test_what_was_cached_before_is_computed_again(mesh: MeshProcess) -> None:
     """A new stage holds none of the blocks that the prefix cache knew."""
     prompts = prompts_of(1, 200)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
 
-from gateway.pipeline import mesh_pipeline
+from gateway.pipeline import mesh_pipeline, stuck_step
 from gateway.pipeline.bring_up import Stage
 from gateway.pipeline.mesh_pipeline import MeshPipeline
 from gateway.pipeline.stage_client import StageClient
@@ -95,7 +96,7 @@ async def test_each_stage_s_last_answer_and_silence() -> None:
 async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mesh_pipeline, "STUCK_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(stuck_step, "UNKNOWN_SECONDS", 0.3)
     monkeypatch.setattr(mesh_pipeline, "WATCH_INTERVAL_SECONDS", 0.05)
     async with pipeline(3) as (made, (first, _, _)):
         made.send(step_pb2.Step(epoch=EPOCH, step_id=1))
@@ -106,4 +107,19 @@ async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(
     message = failure.value.message
     assert message.startswith("stage 1 has been silent for 0.")
     assert "holds step 1, whose activations stage 0 has sent: it computes" in message
-    assert message.endswith("stage 2 waits for activations of step 1 from stage 1")
+    assert "stage 2 waits for activations of step 1 from stage 1" in message
+    assert (made.failed_by, made.stuck_stage) == ("STEP_STUCK", 1)
+
+
+async def test_a_stall_of_the_gateway_is_no_stage_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers came meanwhile and are yet to be read."""
+    monkeypatch.setattr(stuck_step, "UNKNOWN_SECONDS", 1.0)
+    monkeypatch.setattr(mesh_pipeline, "WATCH_INTERVAL_SECONDS", 0.05)
+    async with pipeline(1) as (made, (stage,)):
+        made.send(step_pb2.Step(epoch=EPOCH, step_id=1))
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)  # noqa: ASYNC251 - the stall itself
+        await asyncio.sleep(0.3)
+        stage.allowed.release()
+        async with asyncio.timeout(5):
+            assert (await made.next_result()).step_id == 1

@@ -83,3 +83,14 @@ def test_every_stage_can_be_the_one(pp_rank: int) -> None:
     done = [9 if stage < pp_rank else 8 for stage in range(3)]
     holder = furthest_behind(stages(9, *done))
     assert holder is not None and holder.pp_rank == pp_rank
+
+
+def test_a_stage_holds_a_step_only_since_those_before_it_have_moved() -> None:
+    """Stage 1 was silent while stage 0 computed a long prompt: that was no fault of its own."""
+    table = ProgressTable(0, range(2))
+    table.given(1, 0.0)
+    table.answered(0, 1, 30.0)
+    assert table.held_seconds(1, 31.0) == pytest.approx(1.0)
+    assert table.held_seconds(0, 31.0) == pytest.approx(1.0)
+    table.forgive(40.0)
+    assert table.held_seconds(1, 41.0) == pytest.approx(1.0)

@@ -203,25 +203,40 @@ def test_first_come_first_started(setting: Setting, visits: list[Visit]) -> None
 
 
 @settings(max_examples=60, deadline=None)
-@given(setting=SETTINGS, visits=VISITS, kill_at=st.integers(0, 30))
+@given(
+    setting=SETTINGS,
+    visits=VISITS,
+    kills_at=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    pumped=st.booleans(),
+)
 def test_a_new_epoch_at_any_time_changes_no_answer(
-    setting: Setting, visits: list[Visit], kill_at: int
+    setting: Setting, visits: list[Visit], kills_at: list[int], pumped: bool
 ) -> None:
-    """F24: the stages lose everything once, at any step."""
+    """F24: the stages lose everything, at any step, also again while they compute it once more;
+    with steps on their way (`pumped`) or before any is sent."""
     sim = build(setting)
     sequences, _ = traffic(sim, setting, visits)
     for sequence in sequences:
         sim.scheduler.add(sequence)
-    for _ in range(kill_at):
-        sim.pump()
-        if sim.mesh.next_finish_time is None:
-            break
-        sim.finish_next()
-    sim.scheduler.restart(epoch=2)
-    again = Simulation(sim.scheduler, build(setting).mesh)
-    again.mesh.epoch = 2
-    again.run()
-    check_ends(again, setting, sequences)
+    for epoch, kill_at in enumerate(kills_at, start=2):
+        for _ in range(kill_at):
+            sim.pump()
+            if sim.mesh.next_finish_time is None:
+                break
+            sim.finish_next()
+        if pumped:
+            sim.pump()
+        before = sum(s.num_output_tokens for s in sequences)
+        at_work = sim.scheduler.count_failure()
+        assert all(s.rows_in_flight and s.num_failures >= 1 for s in at_work)
+        assert sim.scheduler.restart(epoch) >= 0
+        assert sim.scheduler.num_free_blocks == setting.num_blocks
+        assert sim.scheduler.num_running == sim.scheduler.num_steps_in_flight == 0
+        assert sum(s.num_output_tokens for s in sequences) == before
+        sim = Simulation(sim.scheduler, build(setting).mesh)
+        sim.mesh.epoch = epoch
+    sim.run()
+    check_ends(sim, setting, sequences)
 
 
 @settings(max_examples=40, deadline=None)
