@@ -21,12 +21,13 @@ SERVE_STAMP := $(VENV)/.installed-serve
 TEST_STAMP := $(VENV)/.installed-test
 
 .NOTPARALLEL:
-.PHONY: help serve install install-test model test test-system proto check-proto docs check-docs lint format types check-aarch64 bench soak clean
+.PHONY: help serve install install-test model test test-system chaos proto check-proto docs check-docs lint format types check-aarch64 bench soak clean
 
 help:
 	@echo "make serve         install, fetch the demo model, serve it on two stages"
 	@echo "make test          install what tests need and run them (no root)"
 	@echo "make test-system   tests that need root: network namespaces, Debian packages"
+	@echo "make chaos         storms of kills and stops over a running mesh, about 10 minutes"
 	@echo "make lint types    ruff; mypy"
 	@echo "make proto         generate the stubs; make check-proto: style, drift, breaking changes"
 	@echo "make docs          write the pages made from tables; make check-docs: they are up to date"
@@ -52,6 +53,10 @@ test-system: $(TEST_STAMP) model
 	@if [ "$$(id -u)" != 0 ]; then echo "make test-system: needs root (network namespaces)" >&2; exit 1; fi
 	@if ! command -v ip >/dev/null; then apt-get update -qq && apt-get install -y -qq iproute2; fi
 	$(BIN)/python -m pytest tests/system -m system $(PYTEST_ARGS)
+
+# Not captured: each kill and stop is a line, and so is what came of a storm.
+chaos: $(TEST_STAMP) model
+	$(BIN)/python -m pytest tests/chaos -m "chaos or not chaos" -s $(PYTEST_ARGS)
 
 proto: $(TEST_STAMP)
 	$(BIN)/python -m tools.protos generate

@@ -134,6 +134,7 @@ class RankProcess:
                 # Torch's C++ side warns about host names that nobody needs here.
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
             )
+            self._silence.start(self._process.pid)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
         except OSError as error:
             self._fail(self._error("RANK_FAILED", f"could not be started ({error})"))
@@ -154,8 +155,6 @@ class RankProcess:
                 self._calls.progress(event.load_progress)
             elif kind == "hello" and not self._hello.done():
                 self._hello.set_result(event.hello)
-                # From the first event on there is a heartbeat.
-                self._silence.start()
             elif kind == "error":
                 self._failed(event.error)
             elif (call := self._calls.answered(event)) is not None:

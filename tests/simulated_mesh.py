@@ -84,8 +84,10 @@ def simulated_mesh(
     cost: StageCost,
     *flags: str,
     stages: Mapping[int, StageCost] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> MeshProcess:
-    """A mesh with its model, cost file and trace in `directory`."""
+    """A mesh with its model, cost file and trace in `directory`; `environment` is added to that
+    of its processes."""
     directory.mkdir(exist_ok=True)
     content = {
         "every_stage": asdict(cost),
@@ -96,6 +98,7 @@ def simulated_mesh(
         make_model(directory / "model"),
         *("-pp", str(pp_size), "--device", "sim", "--sim-cost", str(directory / "cost.json")),
         *("--step-trace", str(directory / TRACE_FILE), *flags),
+        environment=environment,
     )
 
 

@@ -226,10 +226,14 @@ class MeshEngine:
             for output in outputs:
                 if output.sequence.stop.stop_strings:
                     self._deliver(output)
-            self._fill_pipeline()
-            for output in outputs:
-                if not output.sequence.stop.stop_strings:
-                    self._deliver(output)
+            try:
+                self._fill_pipeline()
+            finally:
+                # Also where the pipeline is broken: these tokens are in the logs, so no later
+                # epoch brings them again.
+                for output in outputs:
+                    if not output.sequence.stop.stop_strings:
+                        self._deliver(output)
 
     def _fill_pipeline(self) -> None:
         while (scheduled := self._scheduler.schedule()) is not None:

@@ -41,7 +41,7 @@ from gateway.engine.step_budget import (
 from gateway.engine.step_draft import StepDraft
 from gateway.engine.types import FinishReason
 from gateway.engine.waiting_queue import WaitingQueue, service_order
-from gateway.engine.wire import logprobs_from_proto
+from gateway.engine.wire import sampled_by
 from services.errors import ContextTooLong, StageFailed
 from stagemesh.v1 import step_pb2
 
@@ -194,25 +194,20 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].step.step_id != result.step_id:
             due = self._in_flight[0].step.step_id if self._in_flight else "none"
             raise StageFailed(f"a result for step {result.step_id} came, due was {due}")
+        sampled = sampled_by(self._in_flight[0], result)  # Refused whole, before anything changes.
         scheduled = self._in_flight.popleft()
         self._blocks.step_done(result.step_id)
         self._costs.observe(scheduled.num_prompt_tokens, result.clock.compute_ns * SECONDS_PER_NS)
-        result_rows = {row.row: row for row in result.rows}
         outputs = []
         for index, row in enumerate(scheduled.rows):
             sequence = row.sequence
             sequence.rows_in_flight -= 1
-            if row.num_sampled == 0 or sequence.status is SequenceStatus.FINISHED:
+            if index not in sampled:
                 continue
-            result_row = result_rows.get(index)
-            token_ids = result_row.token_ids if result_row is not None else ()
-            if result_row is None or not token_ids:
-                raise StageFailed(f"step {result.step_id} brought no token for its row {index}")
+            token_ids, logprobs = sampled[index]
             sequence.expected.popleft()
             accepted = self._accept(sequence, token_ids)
-            asks_logprobs = sequence.sampling.num_logprobs is not None
-            logprobs = logprobs_from_proto(result_row, len(accepted)) if asks_logprobs else ()
-            outputs.append(SequenceOutput(sequence, accepted, logprobs))
+            outputs.append(SequenceOutput(sequence, accepted, logprobs[: len(accepted)]))
         return outputs
 
     # How much goes into a step.

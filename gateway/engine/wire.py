@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.engine.sequence import Sequence
+from gateway.engine.scheduled_step import ScheduledStep
+from gateway.engine.sequence import Sequence, SequenceStatus
 from gateway.engine.types import SamplingParams, TokenLogprob
 from services.errors import StageFailed
 from stagemesh.v1 import step_pb2
@@ -57,3 +58,25 @@ def logprobs_from_proto(row: step_pb2.ResultRow, num_tokens: int) -> tuple[Token
         raise StageFailed(
             f"row {row.row} of a result has not one log probability for each alternative"
         ) from None
+
+
+def sampled_by(
+    scheduled: ScheduledStep, result: step_pb2.StepResult
+) -> dict[int, tuple[tuple[int, ...], tuple[TokenLogprob, ...]]]:
+    """Tokens and log probabilities that a step has brought, by the index of their row: of every
+    row that samples, and whose sequence has not ended since.
+
+    Raises `StageFailed` where a row has none.
+    """
+    result_rows = {row.row: row for row in result.rows}
+    sampled = {}
+    for index, (sequence, num_sampled) in enumerate(scheduled.rows):
+        if num_sampled == 0 or sequence.status is SequenceStatus.FINISHED:
+            continue
+        row = result_rows.get(index)
+        if row is None or not row.token_ids:
+            raise StageFailed(f"step {result.step_id} brought no token for its row {index}")
+        asked = sequence.sampling.num_logprobs is not None
+        logprobs = logprobs_from_proto(row, len(row.token_ids)) if asked else ()
+        sampled[index] = (tuple(row.token_ids), logprobs)
+    return sampled

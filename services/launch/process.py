@@ -49,6 +49,17 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel holds a process by a signal such as SIGSTOP; False where it cannot say.
+    See proc_pid_stat(5)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name, in parentheses, may hold anything.
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def allow_late_timers(slack_seconds: float) -> None:
     """Lets the kernel end this thread's timed waits late, and those of threads it will start.
 

@@ -3,6 +3,9 @@
 The child beats; whoever started it looks. It may also be the one who looks that did
 not run, and the beats are yet to be read: so there is a second look after a silence,
 and it must not be late itself.
+
+A child that has only been started does not beat yet, and importing may take it minutes. Until
+its first beat it counts as silent only where the kernel says that it is stopped.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+
+from services.launch.process import is_stopped
 
 FROZEN_AFTER_SECONDS = 2.4
 """A child that beats every second and is silent for this long is stopped or hung. With the second
@@ -22,27 +27,28 @@ OWN_STALL_SECONDS = 0.25
 
 
 class SilenceWatch:
-    """Looks at one child, from `start` until it is silent or `stop`."""
+    """Looks at one child at a time, from `start` until it is silent or `stop`."""
 
     def __init__(self, on_silent: Callable[[float], None]) -> None:
         """`on_silent` hears, once, for how many seconds the child has been silent."""
         self._on_silent = on_silent
+        self._pid = 0
+        self._has_beaten = False
         self._heard_at = 0.0
         self._suspected = False
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether it looks."""
-        return self._timer is not None
-
-    def start(self) -> None:
-        """The child's first sign of life."""
-        self.heard()
+    def start(self, pid: int) -> None:
+        """The child has been started."""
+        self.stop()
+        self._pid = pid
+        self._has_beaten = self._suspected = False
+        self._heard_at = time.monotonic()
         self._look_again(FROZEN_AFTER_SECONDS)
 
     def heard(self) -> None:
         """A sign of life."""
+        self._has_beaten = True
         self._heard_at = time.monotonic()
 
     def stop(self) -> None:
@@ -57,12 +63,18 @@ class SilenceWatch:
 
     def _look(self, due: float) -> None:
         now = time.monotonic()
-        if now - self._heard_at < FROZEN_AFTER_SECONDS:
+        if not self._is_silent(now):
             self._suspected = False
-            self._look_again(self._heard_at + FROZEN_AFTER_SECONDS - now)
+            heard_ago = now - self._heard_at if self._has_beaten else 0.0
+            self._look_again(FROZEN_AFTER_SECONDS - heard_ago)
         elif not self._suspected or now - due > OWN_STALL_SECONDS:
             self._suspected = True
             self._look_again(CONFIRM_SECONDS)
         else:
             self._timer = None
             self._on_silent(now - self._heard_at)
+
+    def _is_silent(self, now: float) -> bool:
+        if not self._has_beaten:
+            return is_stopped(self._pid)
+        return now - self._heard_at >= FROZEN_AFTER_SECONDS

@@ -53,6 +53,7 @@ class WorkerProcess:
             raise
         finally:
             os.close(theirs)
+        self._silence.start(self._process.pid)
         asyncio.get_running_loop().add_reader(self._pulse, self._hear)
 
     def _hear(self) -> None:
@@ -64,10 +65,8 @@ class WorkerProcess:
             return
         if not beats:  # Its last thread is gone.
             self._stop_listening()
-        elif self._silence.is_watching:
-            self._silence.heard()
         else:
-            self._silence.start()
+            self._silence.heard()
         self.has_joined |= JOINED in beats
 
     def _end_silent(self, seconds: float) -> None:

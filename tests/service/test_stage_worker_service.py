@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import time
 
 import grpc
@@ -238,6 +239,23 @@ async def test_a_frozen_rank_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatc
         assert await call.read() is grpc.aio.EOF
         await until(lambda: has_ended(pid), "the end of the rank")
         assert (await running.status()).error == error
+
+
+async def test_a_rank_that_is_stopped_while_it_starts_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has not said a word yet; one that only takes long to say it is let be."""
+    quick_silence(monkeypatch)
+    failures: list[step_pb2.StageError] = []
+    sleeper = (sys.executable, "-S", "-c", "import time; time.sleep(60)")
+    rank = RankProcess(ARGUMENTS, lambda *_: None, failures.append, sleeper)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(rank.run())
+        await asyncio.sleep(1.5)
+        assert not failures
+        os.kill(rank.status().pid, signal.SIGSTOP)
+        await asyncio.wait_for(rank.over.wait(), TIMEOUT_SECONDS)
+    assert [failure.reason for failure in failures] == ["RANK_FROZEN"]
 
 
 @pytest.mark.parametrize("stall_seconds", [0.6, 1.1])

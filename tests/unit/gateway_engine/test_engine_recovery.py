@@ -19,6 +19,7 @@ from test_engine_mesh_engine import (
 )
 
 from services.errors import DeadlineExceeded, Saturated, StageFailed
+from stagemesh.v1 import step_pb2
 
 MAX_ATTEMPTS = 3
 BROKEN = StageFailed("stage 1: rank 0 died")
@@ -148,3 +149,60 @@ async def test_a_new_token_makes_up_for_earlier_failures() -> None:
             await made.break_down()
             made.recover()
         assert tokens_of(await reader) == expected(asked)
+
+
+class BreaksBetweenTwo(GatedPipeline):
+    """Known to be broken while a result waits to be read: the next step cannot be sent."""
+
+    def __init__(self, num_sent: int) -> None:
+        super().__init__()
+        self._num_left = num_sent
+
+    def send(self, step: step_pb2.Step) -> None:
+        if self._num_left == 0:
+            raise BROKEN
+        self._num_left -= 1
+        super().send(step)
+
+
+@pytest.mark.parametrize("num_sent", range(1, 8))
+async def test_tokens_that_came_with_the_failure_are_delivered(num_sent: int) -> None:
+    """They are in the log: the next epoch computes what follows them, also where it is nothing."""
+    async with rig() as made:
+        made.run.cancel()
+        await asyncio.wait([made.run])
+        made.pipeline = BreaksBetweenTwo(num_sent)
+        made.engine.resume(made.pipeline)
+        made.run = asyncio.create_task(made.engine.run())
+        asked = [request("ab", max_tokens=2), request("c", max_tokens=9)]
+        readers = [asyncio.create_task(answer(made.engine, one)) for one in asked]
+        made.engine.suspend(await made.run, MAX_ATTEMPTS)
+        made.recover()
+        for one, reader in zip(asked, readers, strict=True):
+            assert tokens_of(await asyncio.wait_for(reader, 5)) == expected(one)
+
+
+async def test_a_result_that_is_not_whole_changes_nothing() -> None:
+    """The rows before the bad one are computed again with it."""
+
+    class Spoilt(GatedPipeline):
+        async def next_result(self) -> step_pb2.StepResult:
+            result = await super().next_result()
+            if len(result.rows) > 1:
+                del result.rows[-1]
+            return result
+
+    async with rig() as made:
+        made.run.cancel()
+        await asyncio.wait([made.run])
+        made.pipeline = Spoilt()
+        made.engine.resume(made.pipeline)
+        made.run = asyncio.create_task(made.engine.run())
+        asked = [request(name, max_tokens=9) for name in ("ab", "c", "d")]
+        readers = [asyncio.create_task(answer(made.engine, one)) for one in asked]
+        failure = await made.run
+        assert "brought no token for its row" in failure.message
+        made.engine.suspend(failure, MAX_ATTEMPTS)
+        made.recover()
+        for one, reader in zip(asked, readers, strict=True):
+            assert tokens_of(await asyncio.wait_for(reader, 5)) == expected(one)

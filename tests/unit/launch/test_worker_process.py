@@ -70,6 +70,20 @@ async def test_one_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
         assert ended.code == -signal.SIGKILL
 
 
+async def test_one_that_is_stopped_while_it_starts_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(silence, "FROZEN_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(silence, "CONFIRM_SECONDS", 0.1)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    made = WorkerProcess(PLACEMENT, lambda fd: command)
+    await made.start()
+    assert made._process is not None
+    made._process.send_signal(signal.SIGSTOP)
+    ended = await asyncio.wait_for(made.ended(), TIMEOUT_SECONDS)
+    assert "was stopped or hung" in ended.how
+
+
 async def test_one_that_never_joined_says_so() -> None:
     made = WorkerProcess(PLACEMENT, lambda fd: [sys.executable, "-c", "raise SystemExit(1)"])
     await made.start()

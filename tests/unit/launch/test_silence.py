@@ -1,0 +1,78 @@
+"""A child that is stopped is found before its first beat too; one that only takes long is not."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from services.launch import silence
+from services.launch.process import is_stopped
+from services.launch.silence import SilenceWatch
+
+FROZEN_SECONDS = 0.2
+CONFIRM_SECONDS = 0.05
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "FROZEN_AFTER_SECONDS", FROZEN_SECONDS)
+    monkeypatch.setattr(silence, "CONFIRM_SECONDS", CONFIRM_SECONDS)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command) as process:
+        yield process
+        process.kill()
+
+
+async def stop(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    async with asyncio.timeout(5):
+        while not is_stopped(child.pid):  # noqa: ASYNC110 - what is waited for is a process
+            await asyncio.sleep(0.01)
+
+
+async def test_what_the_kernel_says(child: subprocess.Popen[bytes]) -> None:
+    assert not is_stopped(child.pid)
+    await stop(child)
+    child.send_signal(signal.SIGCONT)
+    await asyncio.sleep(0.05)
+    assert not is_stopped(child.pid)
+    child.kill()
+    child.wait()
+    assert not is_stopped(child.pid)
+
+
+async def test_one_that_is_stopped_before_its_first_beat(child: subprocess.Popen[bytes]) -> None:
+    silent = asyncio.get_running_loop().create_future()
+    watch = SilenceWatch(silent.set_result)
+    watch.start(child.pid)
+    await asyncio.sleep(3 * FROZEN_SECONDS)
+    assert not silent.done(), "it starts slowly, and is ended for it"
+    await stop(child)
+    assert await asyncio.wait_for(silent, 5) > FROZEN_SECONDS
+
+
+async def test_each_child_gets_a_second_look(child: subprocess.Popen[bytes]) -> None:
+    """Whatever became of the one before it."""
+    silences: list[float] = []
+    watch = SilenceWatch(silences.append)
+    watch.start(child.pid)
+    watch.heard()
+    await asyncio.sleep(FROZEN_SECONDS + 3 * CONFIRM_SECONDS)
+    assert len(silences) == 1
+    watch.start(child.pid)
+    watch.heard()
+    await asyncio.sleep(FROZEN_SECONDS + CONFIRM_SECONDS / 2)
+    assert len(silences) == 1
+    watch.heard()  # Read only now.
+    await asyncio.sleep(CONFIRM_SECONDS)
+    assert len(silences) == 1
+    watch.stop()
