@@ -22,6 +22,18 @@ class Host:
 
     namespace: str
     address: str
+    switch: str
+    port: str
+    """Of the switch, which this host is plugged into."""
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Nothing goes in or out meanwhile, and nobody is told."""
+        _ip("-n", self.switch, "link", "set", self.port, "down")
+        try:
+            yield
+        finally:
+            _ip("-n", self.switch, "link", "set", self.port, "up")
 
     def run(self, *command: str) -> str:
         """Runs a command there and returns its output."""
@@ -98,8 +110,11 @@ def _ip(*arguments: str) -> None:
 def hosts(count: int) -> Iterator[list[Host]]:
     """Makes the hosts, joined by a bridge in a namespace of its own; removes them at the end."""
     tag = f"{os.getpid() % 100000}"
-    made = [Host(f"sm-{tag}-{index}", f"192.0.2.{index + 1}") for index in range(count)]
     switch = f"sm-{tag}-switch"
+    made = [
+        Host(f"sm-{tag}-{index}", f"192.0.2.{index + 1}", switch, f"port{index}")
+        for index in range(count)
+    ]
     with contextlib.ExitStack() as stack:
         for namespace in (switch, *(host.namespace for host in made)):
             _ip("netns", "add", namespace)
@@ -107,7 +122,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for index, host in enumerate(made):
-            plug, socket = f"port{index}", f"sm{tag}{index}"
+            plug, socket = host.port, f"sm{tag}{index}"
             _ip("-n", switch, "link", "add", plug, "type", "veth", "peer", "name", socket)
             _ip("-n", switch, "link", "set", plug, "master", "bridge", "up")
             _ip("-n", switch, "link", "set", socket, "netns", host.namespace)
