@@ -13,7 +13,6 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
-from itertools import count
 
 from gateway.engine.engine import MeshEngine
 from gateway.engine.router import ReplicaRouter
@@ -23,7 +22,7 @@ from gateway.mesh_view import MeshView, mesh_view
 from gateway.observer import MeshObserver
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import WORKER_LOST, MeshPipeline
-from gateway.recovery import RecoveryLimits
+from gateway.recovery import RecoveryLimits, epochs_above
 from gateway.replica import Replica, ReplicaHooks, ReplicaState
 from services.control.membership import Member
 from services.control.progress import StageProgress
@@ -34,7 +33,6 @@ from stagemesh.v1 import step_pb2
 
 log = logging.getLogger("stagemesh.gateway")
 
-FIRST_EPOCH = 1
 RETRY_AFTER_SECONDS = 5.0
 WAITING = "waiting for stage workers"
 
@@ -57,7 +55,7 @@ class Mesh:
         self._observer = observer
         self._join_timeout_seconds = join_timeout_seconds
         self._recovery = recovery
-        epochs = count(FIRST_EPOCH)
+        epochs = epochs_above(lambda: control.membership.last_epoch)
         self._replicas = [
             self._new_replica(dp_rank, epochs) for dp_rank in range(plan.shape.dp_size)
         ]

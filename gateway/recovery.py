@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 
 from services.errors import StageFailed
@@ -25,6 +25,15 @@ class RecoveryLimits:
     def recovers(self) -> bool:
         """Whether anything is done."""
         return self.max_attempts > 0
+
+
+def epochs_above(last_epoch: Callable[[], int]) -> Iterator[int]:
+    """Each is above the one before, and above all that workers have been in under an earlier
+    gateway: so that what is of old epochs is known as such."""
+    epoch = 0
+    while True:
+        epoch = max(epoch, last_epoch()) + 1
+        yield epoch
 
 
 def pause_seconds(attempt: int) -> float:

@@ -40,6 +40,8 @@ class ServeConfig:
     """0 is the head, which runs the gateway."""
     headless: bool = False
     """Runs this node's stage workers only; needed on every node but the head."""
+    wait_for_head: bool = False
+    """The workers of a headless node wait for the head without limit, also when it has gone."""
     cpu_devices: int | None = None
     """Devices of a node without an accelerator; None counts its cores."""
     tls_dir: str | None = None
@@ -140,6 +142,8 @@ class StageWorkerConfig:
     """Devices of a node without an accelerator; None counts its cores."""
     device: str = "auto"
     join_timeout_seconds: float = 30.0
+    wait_for_head: bool = False
+    """Waits for the head without limit, at first and when it has gone: with its weights."""
     lifeline_fd: int | None = None
     """Read end of a pipe whose other end the launcher holds: when it closes, the worker leaves."""
     pulse_fd: int | None = None

@@ -199,7 +199,7 @@ class FingerprintMismatch(JoinRefused):
 
 
 class HeadLost(StagemeshError):
-    """The head has not answered a worker for its time-out; the worker leaves."""
+    """The head has not answered a worker for its time-out; or another one is there in its place."""
 
     reason = "HEAD_LOST"
 

@@ -72,6 +72,12 @@ class RankSupervisor:
                     process.replace("does not leave its groups, and is replaced")
         await self._started()
 
+    async def leave_group(self) -> None:
+        """Tells the rank to leave its groups; no harm comes to one that cannot now."""
+        if not self.process.is_ending:
+            with contextlib.suppress(StageFailed):
+                await self.process.leave_group()
+
     async def _started(self) -> None:
         while True:
             process = self.process

@@ -25,7 +25,7 @@ from stage_worker import ipc
 from stage_worker.answers import Answers
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
 from stage_worker.rank_supervisor import RankSupervisor
-from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2
+from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2, topology_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
 
@@ -62,16 +62,29 @@ def add_to_server(worker: StageWorker, server: grpc.aio.Server) -> None:
 class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
     """One stage's ranks on this node, behind `StageWorkerService`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits_for_head: bool = False) -> None:
+        """With `waits_for_head` a head that goes does not take this worker with it."""
         self.ranks: list[RankSupervisor] = []
         self.leave = asyncio.Event()
         """Set when the worker has to go; the owner of the service waits for it."""
         self.placed = asyncio.Event()
         """Set when `ranks` are those of the worker's place."""
         self.drain_seconds = 0.0
+        self._waits_for_head = waits_for_head
+        self._plan_fingerprint: topology_pb2.Fingerprint | None = None
         self._answers: Answers | None = None
         self._error: step_pb2.StageError | None = None
         self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """The last one whose groups were formed; 0 before the first."""
+        return self._epoch
+
+    @property
+    def plan_fingerprint(self) -> topology_pb2.Fingerprint | None:
+        """Of the plan whose weights the ranks hold; None before the first."""
+        return self._plan_fingerprint
 
     def on_result(self, tp_rank: int, result: step_pb2.StepResult) -> None:
         """A rank has done a step. Only the first rank of this worker answers for the stage."""
@@ -198,6 +211,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
                 while progress:
                     _, event = progress.popitem()
                     await context.write(stage_worker_pb2.LoadResponse(progress=event))
+        self._plan_fingerprint = request.plan.fingerprint
         for load in loads:
             await context.write(stage_worker_pb2.LoadResponse(report=load.result()))
 
@@ -277,8 +291,20 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         """Lets the ranks finish what is queued, then leaves."""
         # In this order NaN is 0 too.
         self.drain_seconds = max(0.0, min(request.timeout_seconds, MAX_DRAIN_SECONDS))
-        self.leave.set()
+        if request.head_leaves and self._waits_for_head:
+            log.info("the head leaves; this worker waits for another")
+        else:
+            self.leave.set()
         return stage_worker_pb2.DrainResponse()
+
+    async def leave_epoch(self) -> None:
+        """The head is gone: nobody waits for steps any more. Ranks leave their groups as soon as
+        they can, so that none of them waits for a neighbour, and keep their weights."""
+        self._end_stream()
+        self._error = None
+        async with asyncio.TaskGroup() as tasks:
+            for rank in self.ranks:
+                tasks.create_task(rank.leave_group())
 
     async def stop_ranks(self) -> None:
         """Stops all ranks at once, each with the time that Drain has given."""

@@ -18,8 +18,15 @@ from functools import partial
 import uvloop
 
 from services.config import StageWorkerConfig
-from services.control.client import ControlClient, HeadLost
-from services.errors import ConfigError, PartitionError, StagemeshError, UsageError, failure_of
+from services.control.client import ControlClient
+from services.errors import (
+    ConfigError,
+    HeadLost,
+    PartitionError,
+    StagemeshError,
+    UsageError,
+    failure_of,
+)
 from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import (
     EXIT_HEAD_LOST,
@@ -37,6 +44,7 @@ from services.rpc.tls_files import tls_files
 from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV
+from stage_worker.place import hold_place
 from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS, RankArguments
 from stage_worker.rank_process import RankProcess
 from stage_worker.rank_supervisor import RankSupervisor
@@ -99,7 +107,7 @@ def _check_addresses(config: StageWorkerConfig) -> None:
 
 async def _serve(config: StageWorkerConfig, fingerprint: topology_pb2.Fingerprint) -> None:
     device, num_devices = resolve_device(config.device, config.cpu_devices)
-    worker = StageWorker()
+    worker = StageWorker(waits_for_head=config.wait_for_head)
     server = RpcServer([SERVICE_NAME], max_concurrent_rpcs=MAX_WORKER_RPCS)
     try:
         add_to_server(worker, server.grpc_server)
@@ -144,17 +152,14 @@ async def _run_worker(
             pulse = Pulse(config.pulse_fd)
             tasks.create_task(pulse.run())
             tasks.create_task(_until_left(worker, config))
-            joined = await control.join(request, config.join_timeout_seconds)
-            log.info(
-                "joined as stage %d: layers %d to %d, TP ranks %s",
-                joined.placement.pp_rank,
-                joined.placement.layer_start,
-                joined.placement.layer_end - 1,
-                ", ".join(map(str, joined.placement.tp_ranks)),
-            )
-            pulse.joined()
-            _start_ranks(worker, tasks, config, joined, device)
-            tasks.create_task(_until_sent_away(control, joined, worker))
+
+            def on_joined(joined: control_pb2.JoinResponse) -> None:
+                pulse.joined()
+                _start_ranks(worker, tasks, config, joined, device)
+
+            timeout_seconds = None if config.wait_for_head else config.join_timeout_seconds
+            await hold_place(control, request, worker, on_joined, timeout_seconds)
+            raise Left
     finally:
         await worker.stop_ranks()
         await channel.close()
@@ -179,6 +184,13 @@ def _start_ranks(
     device: str,
 ) -> None:
     placement, topology = joined.placement, joined.topology
+    log.info(
+        "joined as stage %d: layers %d to %d, TP ranks %s",
+        placement.pp_rank,
+        placement.layer_start,
+        placement.layer_end - 1,
+        ", ".join(map(str, placement.tp_ranks)),
+    )
     num_ranks = topology.tp_size * topology.pp_size * topology.dp_size
     for tp_rank, device_index in zip(placement.tp_ranks, placement.device_indices, strict=True):
         arguments = RankArguments(
@@ -211,11 +223,4 @@ async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:
         loop.remove_reader(config.lifeline_fd)
     log.info("leaving")
     await worker.stop_ranks()
-    raise Left
-
-
-async def _until_sent_away(
-    control: ControlClient, joined: control_pb2.JoinResponse, worker: StageWorker
-) -> None:
-    await control.heartbeats(joined, worker.status)
     raise Left

@@ -126,9 +126,11 @@ class StageClient:
         return response
 
     async def drain(self) -> None:
-        """Tells the worker to leave; one that is gone already is no error."""
+        """Tells the worker to leave, unless it waits for the next gateway; one that is gone already
+        is no error."""
+        request = stage_worker_pb2.DrainRequest(head_leaves=True)
         try:
-            await self._stub.Drain(stage_worker_pb2.DrainRequest(), timeout=CALL_TIMEOUT_SECONDS)
+            await self._stub.Drain(request, timeout=CALL_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError:
             return
 

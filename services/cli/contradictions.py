@@ -61,6 +61,12 @@ def _node_contradictions(command: str, config: ServeConfig) -> Iterator[UsageErr
             "own --node-rank",
             param="--headless",
         )
+    if config.wait_for_head and not config.headless:
+        yield UsageError(
+            "--wait-for-head is for --headless and stagemesh stage-worker: workers that a gateway "
+            "has started itself end with it",
+            param="--wait-for-head",
+        )
     if config.headless and config.master_port == 0:
         yield no_port_to_ask()
     if config.headless and command == "gateway":
@@ -87,6 +93,7 @@ def _ray_contradictions(command: str, config: ServeConfig) -> Iterator[UsageErro
         f"--nnodes {config.nnodes}": config.nnodes > 1,
         f"--node-rank {config.node_rank}": config.node_rank > 0,
         "--headless": config.headless,
+        "--wait-for-head": config.wait_for_head,
     }
     for words, given in said.items():
         if given:

@@ -47,6 +47,13 @@ MASTER_FLAGS = (
         metavar="PORT",
     ),
 )
+WAIT_FOR_HEAD_FLAG = Flag(
+    ("--wait-for-head",),
+    values.switch,
+    "for nodes without the gateway: their stage workers wait for the head without limit, and keep "
+    "their weights when it goes, for the next one to take over (docs/recovery.md)",
+    arity=Arity.SWITCH,
+)
 SERVE_GROUPS = (
     FlagGroup(
         "mesh",
@@ -114,6 +121,7 @@ SERVE_GROUPS = (
                 "run this node's stage workers only; needed on every node but the head",
                 arity=Arity.SWITCH,
             ),
+            WAIT_FOR_HEAD_FLAG,
             Flag(
                 ("--join-timeout-seconds",),
                 values.positive_seconds,
@@ -329,6 +337,7 @@ STAGE_WORKER_GROUPS = (
                 "how long to try to reach the head (default: 30)",
                 metavar="SECONDS",
             ),
+            WAIT_FOR_HEAD_FLAG,
             Flag(
                 ("--fingerprint",),
                 values.text,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -20,6 +22,36 @@ log = logging.getLogger("stagemesh.control")
 
 RETRY_SECONDS = 0.2
 CALL_TIMEOUT_SECONDS = 3.0
+REMINDER_SECONDS = 60.0
+"""Between log lines that say what a worker waits for."""
+_NO_ANSWER = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    # As many calls as its server takes at a time.
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    # Something else than a head.
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _NotAnswered:
+    code: grpc.StatusCode
+    details: str
+
+
+class _Reminder:
+    """Says now and then that nobody answers."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._due = time.monotonic() + REMINDER_SECONDS
+
+    def waits(self, details: str) -> None:
+        """An attempt was in vain."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + REMINDER_SECONDS
+            log.warning("still waiting for a head at %s (%s)", self._address, details)
 
 
 class ControlClient:
@@ -34,45 +66,63 @@ class ControlClient:
         self._address = join_host_port(host, port)
 
     async def join(
-        self, request: control_pb2.JoinRequest, timeout_seconds: float
+        self, request: control_pb2.JoinRequest, timeout_seconds: float | None
     ) -> control_pb2.JoinResponse:
-        """Joins, waiting for a head that is not up yet.
+        """Joins, waiting for a head that is not up yet; None waits without limit.
 
         Raises `JoinRefused` with the head's reason, or naming the address that nobody answers
         at; at once where the two sides do not agree on TLS.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
+        deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
+        said = _Reminder(self._address)
         while True:
-            try:
-                response: control_pb2.JoinResponse = await self._stub.Join(
-                    request, timeout=CALL_TIMEOUT_SECONDS
+            answer = await self._ask(request)
+            if isinstance(answer, control_pb2.JoinResponse):
+                return answer
+            if answer.code is grpc.StatusCode.UNIMPLEMENTED:
+                raise JoinRefused(
+                    f"what answers at {self._address} is no head of a mesh: compare "
+                    '--master-addr and --master-port with the line "workers join at" in the '
+                    "head's log"
                 )
-            except grpc.aio.AioRpcError as error:
-                waiting = error.code() in (
-                    grpc.StatusCode.UNAVAILABLE,
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                    # As many calls as its server takes at a time.
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+            await self._check_tls()
+            if deadline is not None and loop.time() > deadline:
+                raise JoinRefused(
+                    f"no head answers at {self._address} after {timeout_seconds:.0f} s "
+                    f"({answer.details}). Check --master-addr and --master-port, and that "
+                    "the gateway runs there"
                 )
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    raise JoinRefused(
-                        f"what answers at {self._address} is no head of a mesh: compare "
-                        '--master-addr and --master-port with the line "workers join at" in the '
-                        "head's log"
-                    ) from None
-                if not waiting:
-                    raise error_from_rpc(error) from None
-                await self._check_tls()
-                if loop.time() > deadline:
-                    raise JoinRefused(
-                        f"no head answers at {self._address} after {timeout_seconds:.0f} s "
-                        f"({error.details()}). Check --master-addr and --master-port, and that "
-                        "the gateway runs there"
-                    ) from None
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                return response
+            said.waits(answer.details)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def join_again(self, request: control_pb2.JoinRequest) -> control_pb2.JoinResponse:
+        """Joins where the head has been, waiting for one without limit.
+
+        What is in the way may be only the old head's end or the new one's start, so nothing but
+        a head's own refusal ends this. Raises `JoinRefused` with its reason.
+        """
+        said = _Reminder(self._address)
+        while True:
+            answer = await self._ask(request)
+            if isinstance(answer, control_pb2.JoinResponse):
+                return answer
+            said.waits(answer.details)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _ask(
+        self, request: control_pb2.JoinRequest
+    ) -> control_pb2.JoinResponse | _NotAnswered:
+        """Once. Raises what the head refuses with."""
+        try:
+            response: control_pb2.JoinResponse = await self._stub.Join(
+                request, timeout=CALL_TIMEOUT_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _NO_ANSWER:
+                raise error_from_rpc(error) from None
+            return _NotAnswered(error.code(), error.details() or "")
+        return response
 
     async def _check_tls(self) -> None:
         """Raises `JoinRefused` where it is TLS that is in the way: that does not change by
@@ -91,7 +141,8 @@ class ControlClient:
     ) -> None:
         """Sends heartbeats until the head sends the worker away, which returns.
 
-        Raises `HeadLost` when the head has been silent for its time-out.
+        Raises `HeadLost` when the head has been silent for its time-out, or another one answers
+        in its place.
         """
         loop = asyncio.get_running_loop()
         answered_at = loop.time()
@@ -104,10 +155,14 @@ class ControlClient:
                 if silent > joined.head_timeout_seconds:
                     raise HeadLost(
                         f"the head at {self._address} has not answered for {silent:.0f} s "
-                        f"({error.details()}); this worker leaves"
+                        f"({error.details()})"
                     ) from None
             else:
                 answered_at = loop.time()
+                if response.other_head:
+                    raise HeadLost(
+                        f"another head answers at {self._address}, and does not know this worker"
+                    )
                 if response.leave:
                     log.warning("the head sends this worker away: %s", response.leave_reason)
                     return

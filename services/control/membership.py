@@ -8,6 +8,7 @@ should it wake up after that.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -23,7 +24,10 @@ HEARTBEAT_INTERVAL_SECONDS = 1.0
 MEMBER_TIMEOUT_SECONDS = 3.0
 """A death or a frozen process is known after this long."""
 HEAD_TIMEOUT_SECONDS = 8.0
-"""A worker leaves after this long without its head: inside the 10 s that users are promised."""
+"""A worker leaves after this long without its head: inside the 10 s that users are promised.
+Where it waits for its head, it asks to be let in again from then on."""
+MAX_EPOCH = 2**48
+"""No mesh lives for so many; a worker that says it has been in a later one is wrong."""
 
 
 @dataclass(slots=True)
@@ -51,12 +55,16 @@ class Membership:
         device: str,
         *,
         nodes_planned: bool,
+        name: str | None = None,
     ) -> None:
         """`device` is the kind that every worker must bring: "cpu", "npu", "cuda".
 
         Without `nodes_planned` the workers come from nodes that the placements know nothing
-        of, and get the devices of their node in the order in which they join.
+        of, and get the devices of their node in the order in which they join. `name` tells
+        this head from an earlier one; default: a random one.
         """
+        self._name = secrets.token_hex(4) if name is None else name
+        self._last_epoch = 0
         self._shape = shape
         self._device = device
         self._fingerprint = fingerprint
@@ -79,6 +87,11 @@ class Membership:
     def device(self) -> str:
         """Kind of device that every worker must bring."""
         return self._device
+
+    @property
+    def last_epoch(self) -> int:
+        """The highest that any worker has been in when it joined."""
+        return self._last_epoch
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -137,6 +150,11 @@ class Membership:
                 f"device differs: the head's mesh runs on {self._device} and {_who(request)} "
                 f"brings {request.device}; give both the same --device"
             )
+        if request.last_epoch > MAX_EPOCH:
+            raise JoinRefused(
+                f"{_who(request)} says that it has been in epoch {request.last_epoch}, and there "
+                f"is none above {MAX_EPOCH}; restart the worker"
+            )
         place = self._wanted_place(request, now)
         placement = self._on_node_of(request, self._placements[place])
         needed = max(placement.device_indices) + 1
@@ -146,8 +164,9 @@ class Membership:
                 f"has {request.num_devices}; place fewer ranks there, or make more devices visible"
             )
         self._joined += 1
+        self._last_epoch = max(self._last_epoch, request.last_epoch)
         member = Member(
-            worker_id=f"worker-{self._joined}",
+            worker_id=f"worker-{self._joined}@{self._name}",
             node=request.node,
             node_rank=request.node_rank,
             address=request.address,
@@ -167,7 +186,8 @@ class Membership:
     def _on_node_of(
         self, request: control_pb2.JoinRequest, planned: StagePlacement
     ) -> StagePlacement:
-        """The placement with device indices of the node that the worker is really on."""
+        """The placement with device indices of the node that the worker is really on. Raises
+        `JoinRefused` where its ranks run on devices that another worker has been given."""
         if planned.node_rank == request.node_rank and self._nodes_planned:
             return planned
         taken = {
@@ -176,6 +196,14 @@ class Membership:
             if (member.node, member.node_rank) == (request.node, request.node_rank)
             for index in member.placement.device_indices
         }
+        if held := tuple(request.wanted.device_indices):
+            if len(held) != len(planned.tp_ranks) or len({*held} - taken) != len(held):
+                raise JoinRefused(
+                    f"the ranks of {_who(request)} run on devices {_listed(held)} of its node, and "
+                    f"{len(planned.tp_ranks)} are needed where {_listed(sorted(taken)) or 'none'} "
+                    "are taken; restart the worker, which gives it others"
+                )
+            return replace(planned, device_indices=held)
         free = (index for index in count() if index not in taken)
         return replace(planned, device_indices=tuple(next(free) for _ in planned.tp_ranks))
 
@@ -240,6 +268,7 @@ class Membership:
         return control_pb2.HeartbeatResponse(
             leave=True,
             leave_reason=f"{request.worker_id} is no member of this mesh, or is one no more",
+            other_head=not request.worker_id.endswith(f"@{self._name}"),
         )
 
     def silent(self, now: float) -> tuple[Member, ...]:
@@ -262,3 +291,7 @@ def _who(request: control_pb2.JoinRequest) -> str:
         f"worker {request.address} on {request.node} (node rank {request.node_rank}, pid "
         f"{request.pid})"
     )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -64,6 +64,7 @@ async def _run(config: ServeConfig, plan: MeshPlan) -> int:
             plan.num_devices,
             plan.fingerprint,
             config.tls_dir,
+            config.wait_for_head,
         )
     )
     try:

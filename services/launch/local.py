@@ -41,6 +41,8 @@ class LocalWorkers:
     """Of the plan, from this node's copy of the model: compared with the head's at join."""
     tls_dir: str | None = None
     """Where this node's certificates are; None without TLS."""
+    wait_for_head: bool = False
+    """They wait for a head without limit, and outlive it."""
 
 
 class LocalLauncher:
@@ -82,6 +84,7 @@ class LocalLauncher:
             lifeline_fd=self._lifeline_fd(),
             pulse_fd=pulse_fd,
             tls_dir=workers.tls_dir,
+            wait_for_head=workers.wait_for_head,
         )
 
     async def watch(self, goes_on: GoesOn) -> WorkerExit:

@@ -21,6 +21,7 @@ def worker_command(
     lifeline_fd: int,
     pulse_fd: int | None,
     tls_dir: str | None,
+    wait_for_head: bool = False,
 ) -> list[str]:
     """`stagemesh stage-worker` for one place of the mesh, on this node.
 
@@ -28,7 +29,7 @@ def worker_command(
     plan's, from this node's copy of the model, and is compared with the head's at join;
     `lifeline_fd` is the read end of a pipe that the launcher holds open; `pulse_fd` the write
     end of one that it listens to, None where it does not; `tls_dir` is where this node's
-    certificates are, None without TLS.
+    certificates are, None without TLS; with `wait_for_head` it outlives its head.
     """
     return [
         sys.executable,
@@ -48,5 +49,6 @@ def worker_command(
         f"--fingerprint={base64.b64encode(fingerprint.SerializeToString()).decode()}",
         f"--lifeline-fd={lifeline_fd}",
         *(() if pulse_fd is None else (f"--pulse-fd={pulse_fd}",)),
+        *(("--wait-for-head",) if wait_for_head else ()),
         *(() if tls_dir is None else (f"--tls-dir={tls_dir}", "--require-tls")),
     ]

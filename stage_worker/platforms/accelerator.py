@@ -67,6 +67,8 @@ class AcceleratorPlatform:
         return int(free), int(total)
 
     def default_kv_bytes(self, plan: stage_worker_pb2.StagePlan) -> int:
+        # What an earlier cache had is kept for later by torch, and not counted as free.
+        torch.get_device_module(self.name).empty_cache()
         free, total = self.memory()
         kept_free = int(total * (1.0 - plan.gpu_memory_utilization))
         return max(0, free - kept_free - _activation_bytes(plan))

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("node", "node_rank", "address", "pid", "wanted", "fingerprint", "device", "num_devices")
+    __slots__ = ("node", "node_rank", "address", "pid", "wanted", "fingerprint", "device", "num_devices", "last_epoch")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class JoinRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_rank: int
     address: str
@@ -26,7 +27,8 @@ class JoinRequest(_message.Message):
     fingerprint: _topology_pb2.Fingerprint
     device: str
     num_devices: int
-    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., wanted: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., device: _Optional[str] = ..., num_devices: _Optional[int] = ...) -> None: ...
+    last_epoch: int
+    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., wanted: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., device: _Optional[str] = ..., num_devices: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("worker_id", "topology", "placement", "heartbeat_interval_seconds", "head_timeout_seconds")
@@ -51,12 +53,14 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., status: _Optional[_Union[_stage_worker_pb2.StatusResponse, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("leave", "leave_reason")
+    __slots__ = ("leave", "leave_reason", "other_head")
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_REASON_FIELD_NUMBER: _ClassVar[int]
+    OTHER_HEAD_FIELD_NUMBER: _ClassVar[int]
     leave: bool
     leave_reason: str
-    def __init__(self, leave: _Optional[bool] = ..., leave_reason: _Optional[str] = ...) -> None: ...
+    other_head: bool
+    def __init__(self, leave: _Optional[bool] = ..., leave_reason: _Optional[str] = ..., other_head: _Optional[bool] = ...) -> None: ...
 
 class DiagnoseRequest(_message.Message):
     __slots__ = ("node", "node_rank", "hash_weights")

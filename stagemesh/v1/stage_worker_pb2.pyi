@@ -226,10 +226,12 @@ class StatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[ComponentState, str]] = ..., epoch: _Optional[int] = ..., last_step_id: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout_seconds",)
+    __slots__ = ("timeout_seconds", "head_leaves")
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_LEAVES_FIELD_NUMBER: _ClassVar[int]
     timeout_seconds: float
-    def __init__(self, timeout_seconds: _Optional[float] = ...) -> None: ...
+    head_leaves: bool
+    def __init__(self, timeout_seconds: _Optional[float] = ..., head_leaves: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ()

@@ -82,6 +82,7 @@ def test_the_worker_unit_and_its_settings_make_a_config() -> None:
     config = stage_worker_config(parsed, STAGE_WORKER_GROUPS, {})
     assert config == StageWorkerConfig(
         master_addr="192.0.2.10",
+        wait_for_head=True,
         host="192.0.2.11",
         node_rank=1,
         pp_rank=1,

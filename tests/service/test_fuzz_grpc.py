@@ -135,7 +135,9 @@ async def test_the_control_service(caplog: pytest.LogCaptureFixture) -> None:
     fact = topology_pb2.FingerprintField(name="torch", value="1")
     fingerprint = topology_pb2.Fingerprint(digest="d", fields=[fact])
     placements = place(shape, [NodeDevices(0, "head", "cpu", None)])
-    control = ControlService(Membership(shape, placements, fingerprint, "cpu", nodes_planned=False))
+    control = ControlService(
+        Membership(shape, placements, fingerprint, "cpu", nodes_planned=False, name="head")
+    )
     join = control_pb2.JoinRequest(
         node="n",
         address="127.0.0.1:9",
@@ -143,6 +145,7 @@ async def test_the_control_service(caplog: pytest.LogCaptureFixture) -> None:
         device="cpu",
         num_devices=4,
         fingerprint=fingerprint,
+        last_epoch=1,
         wanted=topology_pb2.Placement(pp_rank=1, tp_ranks=[0]),
     )
     status = stage_worker_pb2.StatusResponse(
@@ -151,7 +154,9 @@ async def test_the_control_service(caplog: pytest.LogCaptureFixture) -> None:
     service = "/stagemesh.v1.ControlService"
     methods = {
         f"{service}/Join": [join, control_pb2.JoinRequest()],
-        f"{service}/Heartbeat": [control_pb2.HeartbeatRequest(worker_id="worker-1", status=status)],
+        f"{service}/Heartbeat": [
+            control_pb2.HeartbeatRequest(worker_id="worker-1@head", status=status)
+        ],
         f"{service}/Diagnose": [control_pb2.DiagnoseRequest(node="n", node_rank=1)],
         f"{service}/Echo": [control_pb2.EchoRequest(payload=b"x" * 100)],
     }

@@ -167,6 +167,35 @@ async def drain(running: Stage, timeout_seconds: float) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.parametrize("waits_for_head", [True, False])
+async def test_a_head_that_leaves_takes_along_who_does_not_wait_for_another(
+    waits_for_head: bool,
+) -> None:
+    async with stage(waits_for_head=waits_for_head) as running:
+        await running.stub.Drain(
+            stage_worker_pb2.DrainRequest(head_leaves=True), timeout=TIMEOUT_SECONDS
+        )
+        assert running.worker.leave.is_set() is not waits_for_head
+        await running.stub.Drain(stage_worker_pb2.DrainRequest(), timeout=TIMEOUT_SECONDS)
+        assert running.worker.leave.is_set()
+
+
+async def test_without_a_head_a_rank_leaves_its_epoch_and_stays() -> None:
+    async with stage(waits_for_head=True) as running:
+        pid = await running.pid()
+        await running.form_group(3)
+        call = await running.execute(step(1))
+        assert await results(call, 1) == [1]
+        await running.worker.leave_epoch()
+        assert await call.read() == grpc.aio.EOF
+        assert running.worker.epoch == 3
+        with pytest.raises(grpc.aio.AioRpcError, match="not above the present one, 3"):
+            await running.form_group(3)
+        await running.reset(4)
+        await running.form_group(4)
+        assert await running.pid() == pid
+
+
 async def test_drain_lets_queued_steps_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """S4: the time is the request's, not the 2 s of a stop."""
     monkeypatch.setattr(service, "STOP_TIMEOUT_SECONDS", 0.1)

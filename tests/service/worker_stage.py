@@ -97,8 +97,10 @@ def step(step_id: int) -> bytes:
 
 
 @asynccontextmanager
-async def stage(mode: str = "", command: tuple[str, ...] | None = None) -> AsyncIterator[Stage]:
-    worker = StageWorker()
+async def stage(
+    mode: str = "", command: tuple[str, ...] | None = None, *, waits_for_head: bool = False
+) -> AsyncIterator[Stage]:
+    worker = StageWorker(waits_for_head=waits_for_head)
     server = RpcServer([SERVICE_NAME])
     add_to_server(worker, server.grpc_server)
     port = server.bind("127.0.0.1", 0)

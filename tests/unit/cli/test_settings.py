@@ -214,6 +214,8 @@ def test_a_missing_file_is_refused() -> None:
         (("m", *RAY, "--nnodes", "2"), "--nnodes 2 is for --distributed-executor-backend mp"),
         (("m", *RAY, "--node-rank", "1"), "--node-rank 1 is for"),
         (("m", *RAY, "--headless"), "--headless is for"),
+        (("m", *RAY, "--wait-for-head"), "--wait-for-head is for --distributed-executor-backend"),
+        (("m", "--wait-for-head"), "--wait-for-head is for --headless and stagemesh stage-worker"),
         (("m", "--distributed-executor-backend", "dask"), "must be one of mp, ray, got 'dask'"),
     ],
 )
@@ -278,6 +280,11 @@ def test_stage_worker() -> None:
     arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, argv)
     config = stage_worker_config(arguments, STAGE_WORKER_GROUPS, {})
     assert config == StageWorkerConfig(master_addr="10.0.0.1", pp_rank=1, lifeline_fd=7)
+
+
+def test_a_node_that_waits_for_its_head() -> None:
+    node = ("--nnodes", "2", "-pp", "2", "--node-rank", "1", "--headless", "--wait-for-head")
+    assert parse("m", *node).wait_for_head
 
 
 def test_the_list_of_vllm_is_the_real_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
+from services.control.membership import MAX_EPOCH, MEMBER_TIMEOUT_SECONDS, Membership
 from services.errors import FingerprintMismatch, JoinRefused
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import digest
@@ -209,5 +209,52 @@ def test_a_worker_without_a_wish_asks_for_everybody_s_place() -> None:
     for port in (1, 2):
         table.join(request(port), now=0.0)
     assert len(table.in_the_way(request(3), now=0.0)) == 2
-    table.forget("worker-2")
+    table.forget(table.members[1].worker_id)
     assert table.in_the_way(request(3), now=0.0) == ()
+
+
+def held(port: int, pp_rank: int, *devices: int, last_epoch: int = 0) -> control_pb2.JoinRequest:
+    """From a worker whose ranks run."""
+    message = request(port, pp_rank)
+    message.wanted.device_indices.extend(devices)
+    message.last_epoch = last_epoch
+    return message
+
+
+def test_a_name_of_another_head_is_told_from_one_that_is_gone() -> None:
+    """The first name of each head; the earlier one's would be taken for this one's."""
+    earlier, table = membership(), membership()
+    old = earlier.join(request(1), now=0.0).worker_id
+    own = table.join(request(1), now=0.0).worker_id
+    answer = table.heartbeat(control_pb2.HeartbeatRequest(worker_id=old), now=0.0)
+    assert (answer.leave, answer.other_head) == (True, True)
+    table.forget(own)
+    answer = table.heartbeat(control_pb2.HeartbeatRequest(worker_id=own), now=0.0)
+    assert (answer.leave, answer.other_head) == (True, False)
+
+
+def test_the_highest_epoch_that_a_worker_has_been_in_is_known() -> None:
+    table = membership()
+    assert table.last_epoch == 0
+    table.join(held(1, 0, 0, 1, last_epoch=7), now=0.0)
+    table.join(held(2, 1, 2, 3, last_epoch=5), now=0.0)
+    assert table.last_epoch == 7
+    with pytest.raises(JoinRefused, match="restart the worker"):
+        membership().join(held(1, 0, last_epoch=MAX_EPOCH + 1), now=0.0)
+
+
+def test_ranks_that_run_keep_their_devices() -> None:
+    """Whichever of a node's workers is back first."""
+    table = membership()
+    assert list(table.join(held(2, 1, 2, 3), now=0.0).placement.device_indices) == [2, 3]
+    assert list(table.join(held(1, 0, 0, 1), now=0.0).placement.device_indices) == [0, 1]
+
+
+@pytest.mark.parametrize("devices", [(0, 2), (2, 2), (2,)])
+def test_devices_that_a_place_cannot_have_are_refused(devices: tuple[int, ...]) -> None:
+    """One that another worker was given meanwhile, one twice, and one too few."""
+    table = membership()
+    table.join(request(1, pp_rank=0), now=0.0)
+    with pytest.raises(JoinRefused, match=r"run on devices .* 0, 1 are taken; restart the worker"):
+        table.join(held(2, 1, *devices), now=0.0)
+    assert len(table.members) == 1
