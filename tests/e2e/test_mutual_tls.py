@@ -209,11 +209,11 @@ def test_secrets_are_nowhere_to_be_seen(
             assert secret not in text, f"{secret} is in the {where}"
 
 
-def test_a_rank_that_dies_takes_no_request_with_it(mesh: MeshProcess, http: httpx.Client) -> None:
-    """Recovery goes over the same channels, or new ones with the same certificates."""
+def test_what_dies_takes_no_request_with_it(mesh: MeshProcess, http: httpx.Client) -> None:
+    """A rank comes back behind its worker's channel; a worker joins anew, and is dialled anew."""
     body = {"model": mesh.model_name, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
-    for rank in mesh.ranks():
-        rank.kill()
+    for process in (mesh.ranks()[0], *mesh.workers()):
+        process.kill()
         assert http.post("/v1/completions", json=body, timeout=30).status_code == 200
 
 

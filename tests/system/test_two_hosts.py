@@ -116,6 +116,7 @@ def test_two_hosts_serve_and_listen_on_their_own_addresses_only(tmp_path: Path) 
             with other.start(
                 tmp_path / "stage-1-again.log",
                 *("stage-worker", *join, f"--host={other.address}", "--pp-rank=1"),
+                *(f"--tls-dir={tls[other]}", "--require-tls"),
             ):
                 status, again = curl(head, "/v1/completions", body)
                 assert status == 200, again
