@@ -57,6 +57,11 @@ class ScheduledStep:
     num_prompt_tokens: int
     """Those of them that belong to prompts, or to logs that are computed again."""
 
+    @property
+    def num_decodes(self) -> int:
+        """The others: one for each sequence that decodes."""
+        return self.num_tokens - self.num_prompt_tokens
+
 
 class SequenceOutput(NamedTuple):
     """Tokens that a step brought to a sequence, whose `finish_reason` may be set by them."""

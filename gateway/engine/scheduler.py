@@ -37,6 +37,7 @@ from gateway.engine.step_budget import (
     decode_quota,
     lone_prompt_chunk,
     mixed_prompt_chunk,
+    useful_chunk,
 )
 from gateway.engine.step_draft import StepDraft
 from gateway.engine.types import FinishReason
@@ -197,7 +198,11 @@ class Scheduler:
         sampled = sampled_by(self._in_flight[0], result)  # Refused whole, before anything changes.
         scheduled = self._in_flight.popleft()
         self._blocks.step_done(result.step_id)
-        self._costs.observe(scheduled.num_prompt_tokens, result.clock.compute_ns * SECONDS_PER_NS)
+        self._costs.observe(
+            scheduled.num_prompt_tokens,
+            scheduled.num_decodes,
+            result.clock.compute_ns * SECONDS_PER_NS,
+        )
         outputs = []
         for index, row in enumerate(scheduled.rows):
             sequence = row.sequence
@@ -246,10 +251,8 @@ class Scheduler:
             uncached = len(sequence.token_ids) - cached * limits.block_size
             whole += uncached
             pending += uncached
-        chunk = lone_prompt_chunk(
-            whole, pending, limits.max_steps_in_flight, limits.min_prompt_chunk_tokens
-        )
-        return min(budget, chunk)
+        useful = useful_chunk(self._costs, limits.min_prompt_chunk_tokens)
+        return min(budget, lone_prompt_chunk(whole, pending, limits.max_steps_in_flight, useful))
 
     # Filling a step.
 

@@ -16,32 +16,44 @@ typedef struct {
     int group; /* query heads of one KV head */
 } sequence;
 
-static inline const float *entry(const sequence *s, const float *cache, int64_t position,
-                                 int64_t kv_head) {
-    int64_t slot = s->table[position / s->block_size] * s->block_size + position % s->block_size;
-    return cache + (slot * s->kv_heads + kv_head) * s->dim;
+/* Where keys or values of `count` positions from `start` lie, of all KV heads from this one on. */
+static void locate(const sequence *s, const float *cache, int64_t kv_head, int64_t start,
+                   int64_t count, const float **to) {
+    int64_t width = s->kv_heads * s->dim, block = start / s->block_size, inside = start % s->block_size;
+    const float *from = cache + kv_head * s->dim;
+    for (int64_t t = 0; t < count; block++, inside = 0) {
+        const float *next = from + (s->table[block] * s->block_size + inside) * width;
+        for (; inside < s->block_size && t < count; inside++, next += width)
+            to[t++] = next;
+    }
 }
 
-static inline void fetch(const float *from, int64_t width) {
-    for (int64_t i = 0; i < width; i += LINE)
-        __builtin_prefetch(from + i, 0, 2);
+static inline int64_t span_end(const sequence *s, int64_t start) {
+    return s->length - start < SPAN ? s->length - start : SPAN;
 }
 
-/* One query head q [dim] against LANES keys [dim] -> LANES products. */
-static inline vec products(const float *q, const float *const *keys, int64_t offset, int64_t dim) {
+/* One query head q [dim] against LANES keys [dim] -> LANES products. Where `soon` is given, as much
+ * of it is fetched. */
+static inline vec products(const float *q, const float *const *keys, const float *const *soon,
+                           int64_t offset, int64_t dim) {
     vec d[LANES] = {0};
     for (int64_t i = 0; i < dim; i += LANES) {
         vec x = *(const vec *)(q + i);
         for (int l = 0; l < LANES; l++)
             d[l] += x * *(const vec *)(keys[l] + offset + i);
+        if (soon != NULL && i % LINE == 0)
+            for (int l = 0; l < LANES; l++)
+                __builtin_prefetch(soon[l] + offset + i, 0, 2);
     }
     return sums(d);
 }
 
-/* out [M][dim] += weights [M][SPAN] x values [count][dim], PANEL features at a time. */
+/* out [M][dim] += weights [M][SPAN] x values [count][dim], PANEL features at a time; as much of
+ * `soon` is fetched. */
 #define DEFINE_MIX(M)                                                                             \
-    static void mix_##M(const float *weights, const float *const *values, int64_t offset,         \
-                        int count, int64_t dim, float *out) {                                     \
+    static void mix_##M(const float *weights, const float *const *values,                         \
+                        const float *const *soon, int64_t offset, int count, int64_t dim,         \
+                        float *out) {                                                             \
         for (int64_t i = 0; i < dim; i += PANEL) {                                                \
             vec low[M], high[M];                                                                  \
             for (int m = 0; m < M; m++) {                                                         \
@@ -51,6 +63,7 @@ static inline vec products(const float *q, const float *const *keys, int64_t off
             for (int t = 0; t < count; t++) {                                                     \
                 const float *value = values[t] + offset + i;                                      \
                 vec v0 = *(const vec *)value, v1 = *(const vec *)(value + LANES);                 \
+                __builtin_prefetch(soon[t] + offset + i, 0, 2);                                   \
                 for (int m = 0; m < M; m++) {                                                     \
                     low[m] += v0 * weights[m * SPAN + t];                                         \
                     high[m] += v1 * weights[m * SPAN + t];                                        \
@@ -67,13 +80,13 @@ DEFINE_MIX(2)
 DEFINE_MIX(3)
 DEFINE_MIX(4)
 
-static void mix(int heads, const float *weights, const float *const *values, int64_t offset,
-                int count, int64_t dim, float *out) {
+static void mix(int heads, const float *weights, const float *const *values,
+                const float *const *soon, int64_t offset, int count, int64_t dim, float *out) {
     switch (heads) {
-    case 1: mix_1(weights, values, offset, count, dim, out); break;
-    case 2: mix_2(weights, values, offset, count, dim, out); break;
-    case 3: mix_3(weights, values, offset, count, dim, out); break;
-    default: mix_4(weights, values, offset, count, dim, out);
+    case 1: mix_1(weights, values, soon, offset, count, dim, out); break;
+    case 2: mix_2(weights, values, soon, offset, count, dim, out); break;
+    case 3: mix_3(weights, values, soon, offset, count, dim, out); break;
+    default: mix_4(weights, values, soon, offset, count, dim, out);
     }
 }
 
@@ -81,61 +94,78 @@ static void mix(int heads, const float *weights, const float *const *values, int
  * running maximum (Milakov and Gimelshein, 2018), so that nothing of the sequence's length is
  * kept. */
 static void soften(float *row, int64_t seen, float *best, float *total, float *out, int64_t dim) {
+    vec largest = splat(*best), part = {0};
     float top = *best;
     for (int64_t i = seen; i < SPAN; i++)
         row[i] = -__builtin_inff();
-    for (int i = 0; i < SPAN; i++)
-        top = row[i] > top ? row[i] : top;
-    /* exp(-inf) is 0 the first time. */
-    float keep = vexp(splat(*best - top))[0];
-    vec part = {0};
+    for (int i = 0; i < SPAN; i += LANES) {
+        vec scores = *(vec *)(row + i);
+        largest = choose(scores > largest, scores, largest);
+    }
+    for (int i = 0; i < LANES; i++)
+        top = largest[i] > top ? largest[i] : top;
     for (int i = 0; i < SPAN; i += LANES) {
         vec e = vexp(*(vec *)(row + i) - top);
         *(vec *)(row + i) = e;
         part += e;
     }
-    *best = top;
-    *total = *total * keep + sum(part);
-    for (int64_t i = 0; i < dim; i += LANES)
-        *(vec *)(out + i) *= keep;
+    if (top > *best) {
+        /* exp(-inf) is 0 the first time. */
+        float keep = vexp(splat(*best - top))[0];
+        *total *= keep;
+        for (int64_t i = 0; i < dim; i += LANES)
+            *(vec *)(out + i) *= keep;
+        *best = top;
+    }
+    *total += sum(part);
 }
 
 /* The query heads q [heads, dim] of KV heads `kv_head` and on -> out [heads, dim]. A position's
- * keys of all heads lie together, and so do a block's positions: the cache is read as it lies. */
-static void attend(const sequence *s, int64_t kv_head, int heads, const float *q, float scale,
-                   float *out) {
+ * keys of all heads lie together, and so do a block's positions: the cache is read as it lies.
+ * The first keys of the sequence `after` are fetched at the end. */
+static void attend(const sequence *s, const sequence *after, int64_t kv_head, int heads,
+                   const float *q, float scale, float *out) {
     float scores[MAX_HEADS * SPAN], best[MAX_HEADS], total[MAX_HEADS];
-    const float *keys[LANES], *values[SPAN];
-    int64_t dim = s->dim, group = s->group, width = heads / group * dim;
+    const float *first[SPAN], *second[SPAN], *values[SPAN];
+    const float **keys = first, **next_keys = second;
+    int64_t dim = s->dim, group = s->group;
     for (int h = 0; h < heads; h++) {
         best[h] = -__builtin_inff();
         total[h] = 0.0f;
     }
     memset(out, 0, (size_t)heads * (size_t)dim * sizeof(float));
+    locate(s, s->keys, kv_head, 0, span_end(s, 0), keys);
     for (int64_t start = 0; start < s->length; start += SPAN) {
-        int count = (int)(s->length - start < SPAN ? s->length - start : SPAN);
-        /* Keys come a span ahead and values while keys are multiplied: nothing waits for memory
-         * that could have been asked for before. */
-        for (int t = 0; t < count; t++)
-            fetch(values[t] = entry(s, s->values, start + t, kv_head), width);
-        for (int t = 0; t < count; t += LANES) {
-            for (int l = 0; l < LANES; l++) {
-                /* Behind the end the last one again: its product is not looked at. */
-                int64_t position = start + (t + l < count ? t + l : count - 1);
-                keys[l] = entry(s, s->keys, position, kv_head);
-                if (position + SPAN < s->length)
-                    fetch(entry(s, s->keys, position + SPAN, kv_head), width);
-            }
+        int count = (int)span_end(s, start), padded = (count + LANES - 1) / LANES * LANES;
+        locate(s, s->values, kv_head, start, count, values);
+        /* Behind the end the last one again: its product is not looked at. */
+        for (int t = count; t < padded; t++) {
+            keys[t] = keys[count - 1];
+            values[t] = values[count - 1];
+        }
+        /* Values come while keys are multiplied, and the next keys while values are: memory is
+         * never idle, and nothing waits that could have been asked for before. */
+        for (int t = 0; t < padded; t += LANES)
             for (int h = 0; h < heads; h++)
                 *(vec *)(scores + h * SPAN + t) =
-                    products(q + h * dim, keys, h / group * dim, dim) * scale;
-        }
+                    products(q + h * dim, keys + t, h % group == 0 ? values + t : NULL,
+                             h / group * dim, dim) *
+                    scale;
         for (int h = 0; h < heads; h++)
             soften(scores + h * SPAN, count, best + h, total + h, out + h * dim, dim);
-        for (int64_t first = 0; first < heads; first += group)
+        int is_last = start + SPAN >= s->length;
+        const sequence *next = is_last ? after : s;
+        int64_t next_start = is_last ? 0 : start + SPAN, left = span_end(next, next_start);
+        locate(next, next->keys, kv_head, next_start, left, next_keys);
+        for (int64_t t = left; t < count; t++)
+            next_keys[t] = values[t];
+        for (int64_t h = 0; h < heads; h += group)
             for (int64_t g = 0; g < group; g += 4)
-                mix((int)(group - g), scores + (first + g) * SPAN, values, first / group * dim,
-                    count, dim, out + (first + g) * dim);
+                mix((int)(group - g), scores + (h + g) * SPAN, values, next_keys, h / group * dim,
+                    count, dim, out + (h + g) * dim);
+        const float **done = keys;
+        keys = next_keys;
+        next_keys = done;
     }
     for (int h = 0; h < heads; h++) {
         float inverse = 1.0f / total[h];
@@ -162,10 +192,13 @@ void stagemesh_decode_attention(const float *qkv, int64_t width, const int64_t *
     for (int64_t unit = 0; unit < rows * parts; unit++) {
         int64_t row = unit / parts, kv_head = unit % parts * together;
         int64_t taken = kv_heads - kv_head < together ? kv_heads - kv_head : together;
-        int64_t offset = kv_head * group * dim;
+        int64_t offset = kv_head * group * dim, following = row + 1 < rows ? row + 1 : row;
         sequence s = {keys,       values,   tables + row * blocks, lengths[row],
                       block_size, kv_heads, dim,                   group};
-        attend(&s, kv_head, (int)taken * group, qkv + indices[row] * width + offset, scale,
+        sequence after = s;
+        after.table = tables + following * blocks;
+        after.length = lengths[following];
+        attend(&s, &after, kv_head, (int)taken * group, qkv + indices[row] * width + offset, scale,
                y + indices[row] * heads * dim + offset);
     }
 }
@@ -186,20 +219,28 @@ typedef struct {
 /* Keys of positions from `start` as panels [SPAN / PANEL][dim][PANEL], values as panels
  * [dim / PANEL][SPAN][PANEL]; both 0 behind the end. */
 static void gather(tile *t, const sequence *s, int64_t kv_head, int64_t start) {
-    int64_t dim = s->dim;
-    for (int64_t i = 0; i < SPAN; i++) {
-        int is_there = start + i < s->length;
-        const float *key = is_there ? entry(s, s->keys, start + i, kv_head) : NULL;
-        const float *value = is_there ? entry(s, s->values, start + i, kv_head) : NULL;
+    static const float zeros[MAX_DIM];
+    const float *keys[SPAN], *values[SPAN];
+    int64_t dim = s->dim, count = span_end(s, start);
+    locate(s, s->keys, kv_head, start, count, keys);
+    locate(s, s->values, kv_head, start, count, values);
+    for (int64_t i = count; i < SPAN; i++)
+        keys[i] = values[i] = zeros;
+    for (int64_t i = 0; i < SPAN; i += LANES) {
         float *column = t->keys + i / PANEL * PANEL * dim + i % PANEL;
-        for (int64_t d = 0; d < dim; d++)
-            column[d * PANEL] = is_there ? key[d] : 0.0f;
-        for (int64_t d = 0; d < dim; d += PANEL) {
-            float *to = t->values + d * SPAN + i * PANEL;
-            for (int l = 0; l < PANEL; l++)
-                to[l] = is_there ? value[d + l] : 0.0f;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec square[LANES];
+            for (int l = 0; l < LANES; l++)
+                square[l] = *(const vec *)(keys[i + l] + d);
+            transpose(square);
+            for (int l = 0; l < LANES; l++)
+                *(vec *)(column + (d + l) * PANEL) = square[l];
         }
     }
+    for (int64_t i = 0; i < SPAN; i++)
+        for (int64_t d = 0; d < dim; d += PANEL)
+            for (int l = 0; l < PANEL; l += LANES)
+                *(vec *)(t->values + d * SPAN + i * PANEL + l) = *(const vec *)(values[i] + d + l);
 }
 
 /* `rows` rows of the tile, of which row r is the query at position first + r / group. */

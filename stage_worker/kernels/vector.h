@@ -136,3 +136,21 @@ static inline vec sums(const vec d[LANES]) {
     return SHUFFLE(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
            SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
+
+/* LANES vectors to their columns. */
+static inline void transpose(vec v[LANES]) {
+    vec pairs[LANES], fours[LANES];
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        pairs[i + 1] = SHUFFLE(v[i], v[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = i; j < i + 2; j++) {
+            fours[j] = SHUFFLE(pairs[j], pairs[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            fours[j + 2] = SHUFFLE(pairs[j], pairs[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < LANES / 2; i++) {
+        v[i] = SHUFFLE(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        v[i + 4] = SHUFFLE(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}

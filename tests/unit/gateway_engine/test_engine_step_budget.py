@@ -15,10 +15,12 @@ from gateway.engine.scheduled_step import SchedulerLimits
 from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence
 from gateway.engine.step_budget import (
+    MIN_LONE_CHUNK_TOKENS,
     MIN_MIXED_CHUNK_TOKENS,
     StepCosts,
     lone_prompt_chunk,
     mixed_prompt_chunk,
+    useful_chunk,
 )
 from stagemesh.v1 import step_pb2
 
@@ -26,8 +28,8 @@ from stagemesh.v1 import step_pb2
 def costs(decode_seconds: float, token_seconds: float, repeats: int = 5) -> StepCosts:
     seen = StepCosts()
     for _ in range(repeats):
-        seen.observe(0, decode_seconds)
-        seen.observe(100, decode_seconds + 100 * token_seconds)
+        seen.observe(0, 8, decode_seconds)
+        seen.observe(100, 8, decode_seconds + 100 * token_seconds)
     return seen
 
 
@@ -50,10 +52,20 @@ def test_dear_tokens_do_not_stop_a_prompt() -> None:
 def test_outliers_and_tiny_chunks_teach_nothing() -> None:
     """F25: a first step of a second, a negative difference, a chunk of two tokens."""
     seen = costs(0.02, 0.0001)
-    seen.observe(0, 1.0)
-    seen.observe(2, 0.5)
-    seen.observe(100, 0.001)
+    seen.observe(0, 8, 1.0)
+    seen.observe(2, 8, 0.5)
+    seen.observe(100, 8, 0.001)
     assert mixed_prompt_chunk(seen, 1, 8, 128) == pytest.approx(200, abs=1)
+
+
+def test_a_chunk_alone_is_worth_three_steps_of_decodes() -> None:
+    seen = costs(0.02, 0.0001)
+    for _ in range(5):
+        seen.observe(512, 0, 0.02 + 512 * 0.0001)
+    each = (0.02 + 512 * 0.0001) / 512
+    assert useful_chunk(seen, 128) == int(3 * 0.02 / each)
+    assert useful_chunk(costs(0.01, 0.0012), 128) == MIN_LONE_CHUNK_TOKENS
+    assert useful_chunk(StepCosts(), 128) == 128
 
 
 @given(
