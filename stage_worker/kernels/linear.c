@@ -10,48 +10,41 @@
 /* Memory that is asked for before it is needed. */
 #define AHEAD_BYTES 4096
 /* Times that short weights are made floats again in registers before they are written down as such:
- * writing and reading them costs as much as making them three or four times (measured on Zen 4). */
-#define MOST_PASSES 3
+ * writing and reading them costs as much as making them six times (measured on Zen 4). */
+#define MOST_PASSES 6
 
 /* ---- a panel of codes or halves, for a few rows ------------------------------------------------ */
 
 #define DEFINE_SHORT_PANEL(M)                                                                     \
     static void codes_##M(const float *x, size_t in, const code_block *w, const float *bias,      \
                           float *y, size_t stride) {                                              \
-        vec low[M], high[M];                                                                      \
-        START_SUMS(M)                                                                             \
+        row sums[M];                                                                              \
+        UNROLL for (int m = 0; m < M; m++) sums[m] = load(bias);                                  \
         for (size_t first = 0; first < in; first += CODE_BLOCK, w++) {                            \
-            vec s0 = *(const vec *)w->scale, s1 = *(const vec *)(w->scale + LANES);               \
-            vec m0 = *(const vec *)w->minus, m1 = *(const vec *)(w->minus + LANES);               \
+            row scale = load(w->scale), minus = load(w->minus);                                   \
             for (size_t i = 0; i < sizeof(code_block); i += LINE * sizeof(float))                 \
                 __builtin_prefetch((const char *)w + AHEAD_BYTES + i, 0, 2);                      \
             for (size_t j = 0; j < CODE_BLOCK; j++) {                                             \
-                vec w0 = from_codes(w->codes[j], s0, m0);                                         \
-                vec w1 = from_codes(w->codes[j] + LANES, s1, m1);                                 \
-                ADD_ROWS(M, first + j)                                                            \
+                row weights = from_codes(w->codes[j], scale, minus);                              \
+                UNROLL for (int m = 0; m < M; m++)                                                \
+                    sums[m] = times_plus(weights, x[m * in + first + j], sums[m]);                \
             }                                                                                     \
         }                                                                                         \
-        STORE_SUMS(M)                                                                             \
+        UNROLL for (int m = 0; m < M; m++) store(y + m * stride, sums[m]);                        \
     }                                                                                             \
     static void halves_##M(const float *x, size_t in, const uint16_t *w, const float *bias,       \
                            float *y, size_t stride) {                                             \
-        vec low[M], high[M];                                                                      \
-        START_SUMS(M)                                                                             \
+        row sums[M];                                                                              \
+        UNROLL for (int m = 0; m < M; m++) sums[m] = load(bias);                                  \
         for (size_t k = 0; k < in; k++, w += PANEL) {                                             \
-            vec w0 = from_halves(w), w1 = from_halves(w + LANES);                                 \
+            row weights = from_halves(w);                                                         \
             __builtin_prefetch((const char *)w + AHEAD_BYTES, 0, 2);                              \
-            ADD_ROWS(M, k)                                                                        \
+            UNROLL for (int m = 0; m < M; m++)                                                    \
+                sums[m] = times_plus(weights, x[m * in + k], sums[m]);                            \
         }                                                                                         \
-        STORE_SUMS(M)                                                                             \
+        UNROLL for (int m = 0; m < M; m++) store(y + m * stride, sums[m]);                        \
     }
-DEFINE_SHORT_PANEL(1)
-DEFINE_SHORT_PANEL(2)
-DEFINE_SHORT_PANEL(3)
-DEFINE_SHORT_PANEL(4)
-DEFINE_SHORT_PANEL(5)
-DEFINE_SHORT_PANEL(6)
-DEFINE_SHORT_PANEL(7)
-DEFINE_SHORT_PANEL(8)
+EVERY_COUNT(DEFINE_SHORT_PANEL)
 
 #define CASE_SHORT(M)                                                  \
     case M:                                                            \
@@ -63,16 +56,7 @@ DEFINE_SHORT_PANEL(8)
 
 static void short_panel(int kind, int rows, const float *x, size_t in, const char *w,
                         const float *bias, float *y, size_t stride) {
-    switch (rows) {
-        CASE_SHORT(1)
-        CASE_SHORT(2)
-        CASE_SHORT(3)
-        CASE_SHORT(4)
-        CASE_SHORT(5)
-        CASE_SHORT(6)
-        CASE_SHORT(7)
-        CASE_SHORT(8)
-    }
+    switch (rows) { EVERY_COUNT(CASE_SHORT) }
 }
 
 /* ---- all of a matrix ---------------------------------------------------------------------------- */
@@ -82,8 +66,8 @@ static void expand(int kind, const char *w, size_t in, float *to) {
     if (kind == CODES)
         expand_codes((const code_block *)w, in, to);
     else
-        for (size_t i = 0; i < in * PANEL; i += LANES)
-            *(vec *)(to + i) = from_halves((const uint16_t *)w + i);
+        for (size_t i = 0; i < in * PANEL; i += PANEL)
+            store(to + i, from_halves((const uint16_t *)w + i));
 }
 
 /* `width` of the panel's features are wanted, from the feature that y and bias point at. */
@@ -104,7 +88,7 @@ static void panel_rows(int kind, const float *x, size_t rows, size_t in, const c
     }
     size_t blocks = (rows + ROWS - 1) / ROWS, step = blocks < PANEL ? PANEL / blocks : 1;
     for (size_t block = 0; block < blocks; block++) {
-        /* Even blocks: 8 rows are 4 and 4, not 6 and 2. */
+        /* Even blocks: where 6 go at a time, 8 rows are 4 and 4, not 6 and 2. */
         size_t start = rows * block / blocks, count = rows * (block + 1) / blocks - start;
         const float *from = x + start * in, *weights = (const float *)w;
         const float *soon = weights + in * PANEL + in * block / blocks * PANEL;

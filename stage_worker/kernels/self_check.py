@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 """Absolute and relative; inputs are about 1. Rounding gives 1e-6, a wrong term far more."""
 _MOST_ROWS = 9
 """One more than a panel takes at a time, at most."""
-_MANY_ROWS = 40
+_MANY_ROWS = 70
 """So many that a short weight is made float32 for all of them at once."""
 _GROUPS = (1, 2, 3, 4, 7)
 """Query heads of one KV head; more than four are taken in parts of four."""

@@ -269,11 +269,11 @@ class TestLibrary:
     @pytest.mark.parametrize(
         ("source", "right", "wrong", "what"),
         [
-            ("vector.h", "case 3: panel_3(", "case 3: panel_2(", "matrix product, 3 rows"),
+            ("vector.h", "case M: panel_##M(", "case M: panel_1(", f"{PRODUCT}, 2 rows"),
             (
                 "weights.h",
-                ") * scale - minus",
-                ") * scale + minus",
+                "(codes), scale, minus)",
+                "(codes), minus, scale)",
                 f"{PRODUCT} with codes, 1 rows",
             ),
             ("weights.h", "HALF_BITS 16", "HALF_BITS 15", f"{PRODUCT} with halves, 1 rows"),
