@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.errors import Saturated
+from services.errors import InvalidRequest, Saturated
 
 MIN_RETRY_AFTER_SECONDS = 1.0
 MAX_RETRY_AFTER_SECONDS = 60.0
@@ -24,7 +24,15 @@ class Admission:
         self._mean_duration_seconds += DURATION_WEIGHT * (seconds - self._mean_duration_seconds)
 
     def check(self, num_new: int, num_waiting: int, num_running: int) -> None:
-        """Raises `Saturated` where so many more sequences are too many."""
+        """Raises `Saturated` where so many more sequences are too many now, and `InvalidRequest`
+        where they always are."""
+        if num_new > self._max_waiting + self._max_running:
+            raise InvalidRequest(
+                f"n is {num_new}, but {self._max_running} sequences may run (--max-num-seqs) and "
+                f"{self._max_waiting} wait (--max-queued-requests): ask for n of at most "
+                f"{self._max_running + self._max_waiting}, or serve with higher limits",
+                param="n",
+            )
         free_slots = self._max_running - num_running
         if num_waiting + num_new <= self._max_waiting + free_slots:
             return

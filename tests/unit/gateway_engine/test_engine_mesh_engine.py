@@ -309,6 +309,15 @@ async def test_a_full_queue_refuses() -> None:
         assert all(reader.exception() is None for reader in readers)
 
 
+async def test_more_choices_than_could_ever_wait_are_no_matter_of_time() -> None:
+    async with rig(max_waiting=2) as made:
+        most = MAX_NUM_SEQS + 2
+        with pytest.raises(InvalidRequest, match=f"n is {most + 1}, .*at most {most}") as caught:
+            await answer(made.engine, request(n=most + 1))
+        assert caught.value.param == "n"
+        await answer(made.engine, request(n=most))
+
+
 async def test_a_failed_stage_ends_everything() -> None:
     """F1, F22: readers get the first cause, newcomers a 503."""
     async with rig() as made:
