@@ -16,11 +16,15 @@ MAX_BODY_BYTES = INFERENCE_MAX_REQUEST_BYTES
 
 MAX_CONNECTIONS = 4096
 """HTTP connections that are open at a time, or 256 less than the process's open files where that
-is less; the next one gets 429 and is closed."""
+is less; the next one gets 429 and is closed. With TLS they count from the end of the handshake."""
 
 HEAD_TIMEOUT_SECONDS = 20.0
 """From the start of a connection, or of a request on it, until the request's head is there; then
-the connection is closed. A TLS handshake that does not end is given up by asyncio."""
+the connection is closed. A TLS handshake has as long, before that. What comes after an answer, be
+it the rest of a body that nobody waits for or no request at all, has to end in this time too."""
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line with its headers, and of a chunked body's trailers, which nobody reads."""
 
 BODY_TIMEOUT_SECONDS = 30.0
 """A body that has not arrived by then is given up, so that slow senders hold nothing."""

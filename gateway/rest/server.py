@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway.frontend import limits
 from gateway.rest.protocol import Protocol
 from services.errors import ConfigError
 from services.rpc import settings
@@ -33,11 +34,29 @@ CANCELLED_TASKS_SECONDS = 1.0
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without uvicorn's own signals, and without its ten wake-ups a second."""
+    """Without uvicorn's own signals, and without its ten wake-ups a second; with a deadline for
+    TLS handshakes."""
 
     def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
         super().__init__(config)
         self._stop = stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn's own leaves a handshake asyncio's minute, during which nothing else of ours
+        # bounds the connection.
+        config, tls = self.config, self.config.ssl
+        await self.lifespan.startup()
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                lambda: Protocol(config, self.server_state, self.lifespan.state),
+                sock=listener,
+                ssl=tls,
+                backlog=config.backlog,
+                ssl_handshake_timeout=None if tls is None else limits.HEAD_TIMEOUT_SECONDS,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     async def main_loop(self) -> None:
         # Tick 0 renews the Date header, and says whether it is time to go.

@@ -81,6 +81,20 @@ async def test_tls_and_its_renewal(gateway: FakeGateway, tmp_path: Path) -> None
                 await asyncio.sleep(0.05)
 
 
+async def test_a_handshake_that_never_ends_is_given_up(
+    gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEAD_TIMEOUT_SECONDS", 0.2)
+    files = Pki(tmp_path).files(Role.GATEWAY)
+    config = ServeConfig(
+        model="m", ssl_certfile=str(files.certificate), ssl_keyfile=str(files.private_key)
+    )
+    async with door(gateway, door_security(config)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        writer.close()
+
+
 def test_files_of_tls_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     pki = Pki(tmp_path)
     files = pki.files(Role.GATEWAY)
