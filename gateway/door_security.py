@@ -10,7 +10,7 @@ from pathlib import Path
 from gateway.frontend.api_keys import ApiKeys
 from gateway.rest.tls import RestTls
 from services.config import ServeConfig
-from services.file_watch import watching
+from services.file_watch import Stamps, stamps, watching
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +19,21 @@ class DoorSecurity:
 
     keys: ApiKeys
     rest_tls: RestTls | None
+    keys_as_of: Stamps | None = None
+    """The state of the files before they were read: they are watched only when a deploy, which
+    may take long, is over."""
+    rest_tls_as_of: Stamps | None = None
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
         """Reads files again when they change. Entered inside a running event loop."""
         with contextlib.ExitStack() as stack:
             if self.keys.path is not None:
-                stack.enter_context(watching((self.keys.path,), self.keys.reload))
+                seen = self.keys_as_of
+                stack.enter_context(watching((self.keys.path,), self.keys.reload, seen))
             if (tls := self.rest_tls) is not None:
-                stack.enter_context(watching((tls.certificate, tls.private_key), tls.reload))
+                seen = self.rest_tls_as_of
+                stack.enter_context(watching((tls.certificate, tls.private_key), tls.reload, seen))
             yield
 
 
@@ -35,7 +41,10 @@ def door_security(config: ServeConfig) -> DoorSecurity:
     """From the files that the configuration names. Raises `ConfigError` for one that cannot be
     used."""
     path = None if config.api_key_file is None else Path(config.api_key_file)
-    tls = None
+    keys_as_of = None if path is None else stamps((path,))
+    tls = tls_as_of = None
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:
-        tls = RestTls(Path(config.ssl_certfile), Path(config.ssl_keyfile))
-    return DoorSecurity(ApiKeys(config.api_key, path), tls)
+        certificate, private_key = Path(config.ssl_certfile), Path(config.ssl_keyfile)
+        tls_as_of = stamps((certificate, private_key))
+        tls = RestTls(certificate, private_key)
+    return DoorSecurity(ApiKeys(config.api_key, path), tls, keys_as_of, tls_as_of)

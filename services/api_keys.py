@@ -9,11 +9,13 @@ as good as a slow hash. The file tells nobody a key.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,25 +82,56 @@ def add_key(path: Path, name: str) -> str:
         raise UsageError(
             f"{shown(name)} is no name for a key: 1 to 64 letters, digits and . _ @ -", param="NAME"
         )
-    keys = read_keys(path) if path.exists() else ()
-    if any(key.name == name for key in keys):
-        raise UsageError(
-            f"{path} has a key named {name}; revoke it first, or choose another name", param="NAME"
-        )
     key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     since = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    _write(path, (*keys, StoredKey(name, digest_of(key.encode()), since)))
+    with _alone(path):
+        keys = read_keys(path) if path.exists() else ()
+        if any(key.name == name for key in keys):
+            raise UsageError(
+                f"{path} has a key named {name}; revoke it first, or choose another name",
+                param="NAME",
+            )
+        _write(path, (*keys, StoredKey(name, digest_of(key.encode()), since)))
     return key
 
 
 def revoke_key(path: Path, name: str) -> None:
     """Takes a key out of the file. Raises `UsageError` where there is none of that name."""
-    keys = read_keys(path)
-    left = tuple(key for key in keys if key.name != name)
-    if len(left) == len(keys):
-        names = ", ".join(key.name for key in keys) or "none"
-        raise UsageError(f"{path} has no key named {shown(name)}; there is: {names}", param="NAME")
-    _write(path, left)
+    read_keys(path)  # Nothing is made beside a file that is none.
+    with _alone(path):
+        keys = read_keys(path)
+        left = tuple(key for key in keys if key.name != name)
+        if len(left) == len(keys):
+            names = ", ".join(key.name for key in keys) or "none"
+            raise UsageError(
+                f"{path} has no key named {shown(name)}; there is: {names}", param="NAME"
+            )
+        _write(path, left)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """From reading to writing, so that of two commands at a time neither undoes the other.
+
+    A file beside it is locked: the file itself is replaced. It stays; one that is removed could
+    be locked by two. Others hold it for milliseconds. Raises `ConfigError`.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _cannot_write(lock, error) from error
+    with open(descriptor, "wb") as file:
+        try:
+            _keep_owner(path, lock)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise _cannot_write(lock, error) from error
+        yield
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror or error}")
 
 
 def _write(path: Path, keys: Sequence[StoredKey]) -> None:
@@ -115,7 +148,7 @@ def _write(path: Path, keys: Sequence[StoredKey]) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise _cannot_write(path, error) from error
 
 
 def _keep_owner(path: Path, temporary: Path) -> None:

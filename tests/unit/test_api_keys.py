@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from gateway.door_security import door_security
 from gateway.frontend.api_keys import ApiKeys
-from services.api_keys import read_keys
+from gateway.rest.tls import RestTls
+from services.api_keys import add_key, read_keys, revoke_key
 from services.cli import main
+from services.config import ServeConfig
 from services.errors import ConfigError, NotAuthenticated
 from services.file_watch import SETTLE_SECONDS, watching
+from services.rpc.roles import Role
+from tests.certificates import Pki
 
 HOW = "it"
 
@@ -118,6 +125,63 @@ async def test_a_changed_file_is_heard_of(tmp_path: Path) -> None:
     first.write_text("5")
     await asyncio.sleep(0)
     assert changes.empty()
+
+
+async def test_a_directory_that_is_replaced_is_watched_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "here" / "keys"
+    keys.parent.mkdir()
+    keys.write_text("1")
+    changes: asyncio.Queue[None] = asyncio.Queue()
+    with watching((keys,), lambda: changes.put_nowait(None)):
+        os.rename(keys.parent, tmp_path / "gone")
+        await asyncio.wait_for(changes.get(), 5)
+        assert "is not watched for changes now" in caplog.text
+        keys.parent.mkdir()
+        keys.write_text("22")
+        await asyncio.wait_for(changes.get(), 5)
+        keys.write_text("333")
+        await asyncio.wait_for(changes.get(), 5)
+        shutil.rmtree(keys.parent)
+        await asyncio.wait_for(changes.get(), 5)
+        keys.parent.mkdir()
+        keys.write_text("4444")
+        await asyncio.wait_for(changes.get(), 5)
+
+
+async def test_a_change_between_reading_and_watching_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deploy may take long: a key that is revoked meanwhile must not count."""
+    path, tls = tmp_path / "keys", Pki(tmp_path).files(Role.GATEWAY)
+    kept, revoked = add_key(path, "kept"), add_key(path, "revoked")
+    config = ServeConfig(
+        model="m",
+        api_key_file=str(path),
+        ssl_certfile=str(tls.certificate),
+        ssl_keyfile=str(tls.private_key),
+    )
+    doors = door_security(config)
+    loaded: list[None] = []
+    monkeypatch.setattr(RestTls, "reload", lambda _: loaded.append(None))
+    with doors.renewed():
+        assert not loaded
+    revoke_key(path, "revoked")
+    os.utime(tls.certificate)
+    with doors.renewed():
+        assert lets_in(doors.keys, kept) and not lets_in(doors.keys, revoked)
+        assert loaded
+
+
+def test_two_who_add_keys_at_a_time_undo_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    names = [f"name-{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: add_key(path, name), names))
+        assert {key.name for key in read_keys(path)} == set(names)
+        list(pool.map(lambda name: revoke_key(path, name), names[1:]))
+    assert [key.name for key in read_keys(path)] == names[:1]
 
 
 async def test_what_cannot_be_watched_is_said(
