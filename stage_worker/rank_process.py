@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.errors import StageFailed
-from services.launch.process import how_it_ended
+from services.launch.process import child_environment, how_it_ended
 from services.launch.silence import SilenceWatch
 from stage_worker import ipc, rank_calls
 from stage_worker.rank_arguments import RankArguments
@@ -132,7 +132,7 @@ class RankProcess:
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 # Torch's C++ side warns about host names that nobody needs here.
-                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **child_environment()},
             )
             self._silence.start(self._process.pid)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)

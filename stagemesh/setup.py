@@ -11,7 +11,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 VERSION = runpy.run_path(str(Path(__file__).resolve().parent / "version.py"))["__version__"]
-EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu")
+EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu", "certs")
 
 
 class BuildWithoutSetup(build_py):

@@ -19,8 +19,10 @@ from services.config import API_KEY_VARIABLE
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 TIMER_SLACK_SECONDS = 0.05
-SECRET_VARIABLES = frozenset((API_KEY_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
-"""Keys of clients, and of the Hub."""
+SECRET_VARIABLES = frozenset(
+    (API_KEY_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN")
+)
+"""Keys of clients, of the Hub, and of a Ray cluster."""
 EXIT_HEAD_LOST = 3
 """A stage worker's exit code where its head is gone: whoever has started it knows that another
 would find none either."""

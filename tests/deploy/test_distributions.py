@@ -26,7 +26,7 @@ from stagemesh.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER_PACKAGES = ("services", "gateway", "stage_worker")
-EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu")
+EXTRAS = ("gateway", "bench", "worker", "convert", "ray", "npu", "certs")
 BUILD_INPUT = ("LICENSE", "README.md", "pyproject.toml", "setup.py", "stagemesh", *SERVER_PACKAGES)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -268,6 +269,16 @@ async def test_a_frozen_rank_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatc
         assert await call.read() is grpc.aio.EOF
         await until(lambda: has_ended(pid), "the end of the rank")
         assert (await running.status()).error == error
+
+
+async def test_a_rank_inherits_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hidden-1")
+    monkeypatch.setenv("NOT_A_SECRET", "plain")
+    seen = tmp_path / "environment"
+    shows = f"import os; open({str(seen)!r}, 'w').write(str(dict(os.environ)))"
+    rank = RankProcess(ARGUMENTS, lambda *_: None, lambda _: None, (sys.executable, "-Sc", shows))
+    await asyncio.wait_for(rank.run(), TIMEOUT_SECONDS)
+    assert "plain" in seen.read_text() and "hidden-1" not in seen.read_text()
 
 
 async def test_a_rank_that_is_stopped_while_it_starts_is_ended(

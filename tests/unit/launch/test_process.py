@@ -9,6 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from services.launch.process import SECRET_VARIABLES, child_environment
+
 PARENT = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", '''
@@ -22,6 +26,13 @@ child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(60)
 """
+
+
+def test_children_inherit_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRET_VARIABLES:
+        monkeypatch.setenv(name, "secret")
+    assert {"STAGEMESH_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN"} <= SECRET_VARIABLES
+    assert "secret" not in child_environment().values()
 
 
 def wait_until_gone(pid: int, seconds: float) -> bool:
