@@ -35,7 +35,7 @@ from services.config import DEFAULT_MASTER_PORT, ServeConfig
 from services.control.membership import Membership
 from services.control.server import control_server
 from services.control.service import ControlService
-from services.errors import ConfigError, StagemeshError, UsageError, failure_of
+from services.errors import ConfigError, StagemeshError, failure_of, for_good
 from services.launch.deployment import Deployment, deploy
 from services.launch.launcher import Launcher, WorkerExit
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers
@@ -80,7 +80,7 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
             deployment, assets, doors = _prepare(config, stack, launch_workers=launch_workers)
             trace = None if config.step_trace is None else StepTrace(Path(config.step_trace))
         except ConfigError as error:
-            raise _for_good(error) from error
+            raise for_good(error) from error
         try:
             uvloop.run(_serve_until_stopped(deployment, assets, doors, trace))
         except* Stopped:
@@ -94,11 +94,6 @@ def _run(config: ServeConfig, *, launch_workers: bool) -> int:
         # Outside of the handler, which would wrap it in a group again.
         raise failure
     return 0
-
-
-def _for_good(error: ConfigError) -> UsageError:
-    """What is wrong stays wrong: its exit code tells a supervisor not to start again."""
-    return UsageError(error.message, param=error.param)
 
 
 def _prepare(
@@ -299,7 +294,7 @@ class Gateway:
             log.error("the mesh has failed: %s", failure.message)
             await self._close_doors()
             # A model that does not fit what the ranks have found will not fit the next time.
-            raise _for_good(failure) if isinstance(failure, ConfigError) else failure
+            raise for_good(failure) if isinstance(failure, ConfigError) else failure
 
     async def _close_doors(self) -> None:
         """Takes no more connections and waits, bounded, for the last bytes to go out."""

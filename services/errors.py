@@ -204,6 +204,14 @@ class HeadLost(StagemeshError):
     reason = "HEAD_LOST"
 
 
+def for_good(error: ConfigError) -> ConfigError:
+    """As a process that cannot start raises it: `UsageError`, whose exit code tells a supervisor
+    not to start it again, unless the error says itself that time may heal it."""
+    if error.retry_after_seconds is not None:
+        return error
+    return UsageError(error.message, param=error.param)
+
+
 def all_errors(root: type[StagemeshError] = StagemeshError) -> Iterator[type[StagemeshError]]:
     """Yields the whole tree, parents first."""
     yield root

@@ -26,6 +26,7 @@ from services.errors import (
     StagemeshError,
     UsageError,
     failure_of,
+    for_good,
 )
 from services.launch.devices import resolve_device, threads_per_rank
 from services.launch.process import (
@@ -35,9 +36,8 @@ from services.launch.process import (
     die_with_parent,
 )
 from services.launch.pulse import Pulse
-from services.rpc.addresses import check_dialable, check_master_address, join_host_port
+from services.rpc.addresses import MASTER_ADDR_FLAG, check_mesh_addresses, join_host_port
 from services.rpc.certificate import own_identity
-from services.rpc.channel import create_channel
 from services.rpc.roles import Role
 from services.rpc.server import RpcServer
 from services.rpc.tls_files import tls_files
@@ -78,7 +78,7 @@ def run(config: StageWorkerConfig) -> int:
     try:
         own_identity(config.tls_dir, Role.STAGE_WORKER, (config.host,))
     except ConfigError as error:
-        raise UsageError(error.message, param=error.param) from None
+        raise for_good(error) from None
     code = 0
     try:
         uvloop.run(_serve(config, fingerprint))
@@ -98,9 +98,11 @@ def _check_addresses(config: StageWorkerConfig) -> None:
     """The rules of `serve`, which has applied them and warned where it launches this worker."""
     if config.lifeline_fd is not None:
         return
-    check_dialable(config.host, flag="--host")
-    has_tls = config.tls_dir is not None
-    warning = check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
+    warning = check_mesh_addresses(
+        ((MASTER_ADDR_FLAG, config.master_addr), ("--host", config.host)),
+        insecure=config.insecure,
+        tls=config.tls_dir is not None,
+    )
     if warning is not None:
         log.warning("%s", warning)
 
@@ -130,8 +132,7 @@ async def _run_worker(
     await server.start()
     head = join_host_port(config.master_addr, config.master_port)
     log.info("listening on %s, asking the head at %s", join_host_port(config.host, port), head)
-    channel = create_channel(head, tls=tls)
-    control = ControlClient(channel, config.master_addr, config.master_port, tls)
+    control = ControlClient(config.master_addr, config.master_port, tls)
     request = control_pb2.JoinRequest(
         node=socket.gethostname(),
         node_rank=config.node_rank,
@@ -162,7 +163,7 @@ async def _run_worker(
             raise Left
     finally:
         await worker.stop_ranks()
-        await channel.close()
+        await control.close()
 
 
 def _fingerprint(config: StageWorkerConfig) -> topology_pb2.Fingerprint:

@@ -215,22 +215,22 @@ def _read_authority(directory: Path) -> _Authority:
 
 
 def _write_trust(path: Path, certificate: x509.Certificate, force: bool) -> None:
-    """Leaves a bundle that holds the CA already as it is: it may hold another one for a change
-    of CAs."""
-    ours = certificate.public_bytes(serialization.Encoding.PEM)
-    if path.exists() and not force:
+    """Leaves a bundle that holds the CA already as it is, also where `force` replaces the
+    certificate: it may hold another one for a change of CAs."""
+    if path.exists():
         try:
             known = x509.load_pem_x509_certificates(path.read_bytes())
         except ValueError:
             known = []
         if certificate in known:
             return
+    if path.exists() and not force:
         raise UsageError(
             f"{path} holds another CA; --out another directory, --force to replace it, or append "
             "this CA's ca.pem to it while certificates of both are in use",
             param="--out",
         )
-    _write(path, ours)
+    _write(path, certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def _check_free(paths: Sequence[Path], force: bool, loses: str) -> None:

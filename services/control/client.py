@@ -14,7 +14,9 @@ from services.errors import HeadLost as HeadLost
 from services.errors import JoinRefused
 from services.rpc import reach
 from services.rpc.addresses import join_host_port
+from services.rpc.channel import create_channel
 from services.rpc.errors import error_from_rpc
+from services.rpc.tls import RenewedCredentials
 from services.rpc.tls_files import TlsFiles
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_worker_pb2
 
@@ -22,6 +24,8 @@ log = logging.getLogger("stagemesh.control")
 
 RETRY_SECONDS = 0.2
 CALL_TIMEOUT_SECONDS = 3.0
+RECONNECT_SECONDS = 10.0
+"""Between channels while nobody answers: a certificate may be renewed meanwhile."""
 REMINDER_SECONDS = 60.0
 """Between log lines that say what a worker waits for."""
 _NO_ANSWER = (
@@ -57,13 +61,27 @@ class _Reminder:
 class ControlClient:
     """Calls one head."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, host: str, port: int, tls: TlsFiles | None = None
-    ) -> None:
-        """`channel` leads to host:port; `tls` is what it was made with."""
-        self._stub = control_pb2_grpc.ControlServiceStub(channel)
+    def __init__(self, host: str, port: int, tls: TlsFiles | None = None) -> None:
+        """The head is at host:port. Raises `ConfigError` where a file of `tls` cannot be used."""
         self._host, self._port, self._tls = host, port, tls
+        self._credentials = None if tls is None else RenewedCredentials(tls)
         self._address = join_host_port(host, port)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = create_channel(self._address, tls=self._credentials)
+        self._stub = control_pb2_grpc.ControlServiceStub(self._channel)
+        self._connected_at = time.monotonic()
+
+    async def _connect_again(self) -> None:
+        """With the certificate's files as they are now: a channel keeps those it was made with,
+        and reconnects with them when they have long ended."""
+        await self._channel.close()
+        self._connect()
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._channel.close()
 
     async def join(
         self, request: control_pb2.JoinRequest, timeout_seconds: float | None
@@ -93,8 +111,7 @@ class ControlClient:
                     f"({answer.details}). Check --master-addr and --master-port, and that "
                     "the gateway runs there"
                 )
-            said.waits(answer.details)
-            await asyncio.sleep(RETRY_SECONDS)
+            await self._wait(said, answer)
 
     async def join_again(self, request: control_pb2.JoinRequest) -> control_pb2.JoinResponse:
         """Joins where the head has been, waiting for one without limit.
@@ -103,12 +120,19 @@ class ControlClient:
         a head's own refusal ends this. Raises `JoinRefused` with its reason.
         """
         said = _Reminder(self._address)
+        await self._connect_again()
         while True:
             answer = await self._ask(request)
             if isinstance(answer, control_pb2.JoinResponse):
                 return answer
-            said.waits(answer.details)
-            await asyncio.sleep(RETRY_SECONDS)
+            await self._wait(said, answer)
+
+    async def _wait(self, said: _Reminder, answer: _NotAnswered) -> None:
+        """Between two attempts to join."""
+        said.waits(answer.details)
+        if time.monotonic() - self._connected_at >= RECONNECT_SECONDS:
+            await self._connect_again()
+        await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(
         self, request: control_pb2.JoinRequest

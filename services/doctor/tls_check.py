@@ -9,7 +9,7 @@ from services.api_keys import read_keys
 from services.config import ServeConfig
 from services.doctor.findings import Check, Finding, ok, refused, warning
 from services.errors import StagemeshError
-from services.rpc.addresses import check_door_address, own_address_towards
+from services.rpc.addresses import check_door_address, gateway_names, own_address_towards
 from services.rpc.certificate import check_certificate, rest_context
 from services.rpc.roles import Role
 from services.rpc.tls_files import tls_files
@@ -78,7 +78,10 @@ def check_doors(config: ServeConfig) -> Iterator[Finding]:
 def _needed(config: ServeConfig, *, asks_head: bool) -> Iterator[tuple[Role, tuple[str, ...]]]:
     # Without a model somebody looks at a mesh elsewhere, and runs no part of it here.
     if config.model and config.node_rank == 0:
-        yield Role.GATEWAY, (config.master_addr,)
+        try:
+            yield Role.GATEWAY, gateway_names(config.master_addr, config.host)
+        except StagemeshError:
+            yield Role.GATEWAY, (config.master_addr,)  # The check of the doors says what is wrong.
         yield Role.STAGE_WORKER, (config.master_addr,)
     elif config.model:
         try:

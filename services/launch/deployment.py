@@ -23,7 +23,12 @@ from services.launch.ray_cluster import connect
 from services.launch.ray_launcher import RayLauncher
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
-from services.rpc.addresses import check_door_address, check_master_address
+from services.rpc.addresses import (
+    check_door_address,
+    check_master_address,
+    check_mesh_addresses,
+    gateway_names,
+)
 from services.rpc.certificate import own_identity
 from services.rpc.roles import Role
 from services.rpc.tls_files import TlsFiles
@@ -97,6 +102,15 @@ def _on_ray(config: ServeConfig, stack: contextlib.ExitStack) -> Deployment:
     config = replace(config, device=cluster.choose_device(config.device))
     plan = make_plan(config, model_path, node, own_devices=False)
     places = cluster.place(plan.shape, plan.device)
+    # Workers listen there; what is said of the head's address has been said.
+    others = dict.fromkeys(p.address for p in places if p.address != config.master_addr)
+    warning = check_mesh_addresses(
+        (("the Ray node's address", address) for address in others),
+        insecure=config.insecure,
+        tls=config.tls_dir is not None,
+    )
+    if warning is not None:
+        log.warning("%s", warning)
     plan = replace(plan, placements=tuple(place.placement for place in places))
     check_memory(plan, HEAD_NODE_RANK, node)
     launcher = RayLauncher(cluster, config, model_path, places)
@@ -119,4 +133,5 @@ def _check_security(config: ServeConfig, *, launch_workers: bool) -> TlsFiles | 
             log.warning("%s", line)
     if launch_workers:
         own_identity(config.tls_dir, Role.STAGE_WORKER, (config.master_addr,))
-    return own_identity(config.tls_dir, Role.GATEWAY, (config.master_addr,))
+    names = gateway_names(config.master_addr, config.host)
+    return own_identity(config.tls_dir, Role.GATEWAY, names)

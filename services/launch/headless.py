@@ -10,13 +10,18 @@ import socket
 import uvloop
 
 from services.config import DEFAULT_MASTER_PORT, ServeConfig
-from services.errors import ConfigError, StageFailed, UsageError
+from services.errors import ConfigError, StageFailed, for_good
 from services.launch.launcher import WorkerExit
 from services.launch.local import LocalLauncher, LocalWorkers
 from services.launch.process import EXIT_HEAD_LOST, TIMER_SLACK_SECONDS, allow_late_timers
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
-from services.rpc.addresses import check_master_address, own_address_towards
+from services.rpc.addresses import (
+    MASTER_ADDR_FLAG,
+    OWN_ADDRESS,
+    check_mesh_addresses,
+    own_address_towards,
+)
 from services.rpc.certificate import own_identity
 from services.rpc.roles import Role
 from services.telemetry.logging import setup_logging
@@ -33,8 +38,11 @@ def run(config: ServeConfig) -> int:
     """
     setup_logging(process=f"node-{config.node_rank}")
     allow_late_timers(TIMER_SLACK_SECONDS)
-    warning = check_master_address(
-        config.master_addr, insecure=config.insecure, tls=config.tls_dir is not None
+    own_address = own_address_towards(config.master_addr)
+    warning = check_mesh_addresses(
+        ((MASTER_ADDR_FLAG, config.master_addr), (OWN_ADDRESS, own_address)),
+        insecure=config.insecure,
+        tls=config.tls_dir is not None,
     )
     if warning is not None:
         log.warning("%s", warning)
@@ -42,20 +50,19 @@ def run(config: ServeConfig) -> int:
         node = socket.gethostname()
         plan = make_plan(config, resolve_model(config.model), node)
         check_memory(plan, config.node_rank, node)
-        own_identity(config.tls_dir, Role.STAGE_WORKER, (own_address_towards(config.master_addr),))
+        own_identity(config.tls_dir, Role.STAGE_WORKER, (own_address,))
     except ConfigError as error:
         # As at the head: what is wrong here stays wrong, and the exit code says so.
-        raise UsageError(error.message, param=error.param) from error
-    return uvloop.run(_run(config, plan))
+        raise for_good(error) from error
+    return uvloop.run(_run(config, plan, own_address))
 
 
-async def _run(config: ServeConfig, plan: MeshPlan) -> int:
+async def _run(config: ServeConfig, plan: MeshPlan, host: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stop.set)
     placements = plan.placements_of(config.node_rank)
-    host = own_address_towards(config.master_addr)
     launcher = LocalLauncher(
         LocalWorkers(
             host,

@@ -8,12 +8,16 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from services.errors import UsageError
 from services.text import shown
 
 HOST_IP_ENV = "VLLM_HOST_IP"
+MASTER_ADDR_FLAG = "--master-addr"
+OWN_ADDRESS = f"this node's address towards the head (or {HOST_IP_ENV})"
+"""Names, in a message, what `own_address_towards` has found."""
 _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of a named interface (netdevice(7))."""
 _SHARED_SPACE = ipaddress.IPv4Network("100.64.0.0/10")
@@ -167,29 +171,42 @@ def check_master_address(master_addr: str, *, insecure: bool, tls: bool) -> str 
     Raises `UsageError` for one that nobody can connect to, and for a public address without TLS
     unless that is allowed. A name is as public as the most public of its addresses.
     """
-    flag = "--master-addr"
-    addresses = check_dialable(master_addr, flag=flag)
-    if all(address.is_loopback for address in addresses):
-        return None
-    public = [address for address in addresses if _is_public(address)]
-    if tls:
-        if not public:
-            return None
+    return check_mesh_addresses(((MASTER_ADDR_FLAG, master_addr),), insecure=insecure, tls=tls)
+
+
+def check_mesh_addresses(
+    named: Iterable[tuple[str, str]], *, insecure: bool, tls: bool
+) -> str | None:
+    """The same of several addresses that the mesh's parts listen on, each with the name of what
+    chose it, for example a flag: one warning for all of them."""
+    open_hosts, public_hosts = [], []
+    for flag, host in named:
+        addresses = check_dialable(host, flag=flag)
+        if all(address.is_loopback for address in addresses):
+            continue
+        public = [address for address in addresses if _is_public(address)]
+        if public and not tls and not insecure:
+            which = "" if str(public[0]) == host else f" ({public[0]})"
+            raise UsageError(
+                f"{flag} {shown(host)}{which} is a public address, and the mesh would use it "
+                "without TLS; use a private address, set up TLS (--tls-dir), or say --insecure",
+                param=flag,
+            )
+        open_hosts.append(host)
+        public_hosts += [host] if public else []
+    if tls and public_hosts:
+        hosts = " and ".join(dict.fromkeys(public_hosts))
         return (
-            f"{master_addr} is a public address: gRPC is protected by TLS, and the activations "
+            f"{hosts} is a public address: gRPC is protected by TLS, and the activations "
             "between ranks, which go over the collective library, are not (docs/security.md)"
         )
-    if not public or insecure:
+    if open_hosts and not tls:
+        hosts = " and ".join(dict.fromkeys(open_hosts))
         return (
-            f"traffic of this mesh to {master_addr} is not encrypted and not authenticated: keep "
+            f"traffic of this mesh to {hosts} is not encrypted and not authenticated: keep "
             "the network closed to others, or set up TLS (docs/security.md)"
         )
-    which = "" if str(public[0]) == master_addr else f" ({public[0]})"
-    raise UsageError(
-        f"{flag} {shown(master_addr)}{which} is a public address, and the mesh would use it "
-        "without TLS; use a private address, set up TLS (--tls-dir), or say --insecure",
-        param=flag,
-    )
+    return None
 
 
 def check_door_address(
@@ -222,6 +239,14 @@ def check_door_address(
     if not open_doors:
         return None
     return f"clients reach --host {shown(host)} from other machines: {', '.join(open_doors)}"
+
+
+def gateway_names(master_addr: str, host: str) -> tuple[str, ...]:
+    """What peers dial the gateway by: workers the head's address, clients the front doors' host,
+    unless that says nothing of how they do (all interfaces) or only this machine does."""
+    addresses = addresses_of(host, flag="--host")
+    says_nothing = all(each.is_unspecified or each.is_loopback for each in addresses)
+    return (master_addr,) if says_nothing or host == master_addr else (master_addr, host)
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _MAX_ROUNDS = 16
 """Of bytes back and forth; a handshake takes three."""
 RENEW_BEFORE = timedelta(days=14)
+RETRY_SECONDS = 2.0
+"""After which a supervisor may look again whether a certificate has become valid."""
 _DATE = "%Y-%m-%d %H:%M UTC"
 
 
@@ -58,7 +60,7 @@ def check_certificate(
 
     `hosts` are the names or addresses by which peers dial it. Raises `ConfigError` that says
     which file is wrong and why: unreadable, another key's, expired, not valid yet, of another
-    CA, of another role, without a host.
+    CA, of another role, without a host. Only what has to do with time says when to try again.
     """
     files = tls_files(directory, role)
     server, client = _own_context(ssl.PROTOCOL_TLS_SERVER, files), _peer_context(files.ca)
@@ -194,6 +196,15 @@ def _refused(
         f"{what} is refused against {files.ca}: {reason(error)}; stagemesh certs issue makes a "
         "new one",
         param="--tls-dir",
+        # A clock is set, or a certificate renewed, while a supervisor tries again.
+        retry_after_seconds=RETRY_SECONDS if _has_to_do_with_time(error) else None,
+    )
+
+
+def _has_to_do_with_time(error: ssl.SSLError) -> bool:
+    return isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in (
+        _NOT_YET_VALID,
+        _EXPIRED,
     )
 
 
@@ -224,9 +235,11 @@ def reason(error: OSError) -> str:
 
 
 # OpenSSL's X509_V_ERR_...
+_NOT_YET_VALID = 9
+_EXPIRED = 10
 _VERIFICATION = {
-    9: "it is not valid yet (compare this node's clock with that of the CA's)",
-    10: "it has expired",
+    _NOT_YET_VALID: "it is not valid yet (compare this node's clock with that of the CA's)",
+    _EXPIRED: "it has expired",
     18: "it is self-signed, and not by that CA",
     19: "its chain ends in a CA that is not trusted here",
     20: "it was signed by another CA",

@@ -46,6 +46,9 @@ def test_a_unit_is_complete_and_hardened(name: str) -> None:
         assert service[setting] == "yes"
     assert service["ProtectSystem"] == "strict"
     assert service["RestartPreventExitStatus"] == "2"
+    # A certificate that is not valid yet, because the clock is not set, is tried again for ever.
+    assert "time-sync.target" in unit["Unit"]["After"]
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
     assert int(service["TimeoutStopSec"]) > 0
 
 

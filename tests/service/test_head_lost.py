@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,13 +18,15 @@ from services.control.membership import Membership
 from services.control.server import control_server
 from services.control.service import ControlService
 from services.errors import FingerprintMismatch, HeadLost, JoinRefused, failure_of
-from services.rpc.channel import create_channel
+from services.rpc.roles import Role
+from services.rpc.tls_files import TlsFiles
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import stated_fingerprint
 from services.topology.placement import NodeDevices, place
 from stage_worker import place as worker_place
 from stage_worker.service import StageWorker
 from stagemesh.v1 import control_pb2, topology_pb2
+from tests.certificates import Pki
 from tests.service.worker_stage import TIMEOUT_SECONDS, until
 
 SHAPE = MeshShape(dp_size=1, tp_size=1, pp_size=2, pp_layer_partition=(3, 2))
@@ -38,12 +42,16 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def head(
-    port: int = 0, *, plan: topology_pb2.Fingerprint = PLAN, num_devices: int | None = None
+    port: int = 0,
+    *,
+    plan: topology_pb2.Fingerprint = PLAN,
+    num_devices: int | None = None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[tuple[Membership, int]]:
     placements = place(SHAPE, [NodeDevices(0, "head", "cpu", num_devices)])
     table = Membership(SHAPE, placements, plan, "cpu", nodes_planned=num_devices is not None)
-    server = control_server(ControlService(table))
-    bound = server.bind("127.0.0.1", port)
+    server = control_server(ControlService(table, tls=tls))
+    bound = server.bind("127.0.0.1", port, tls=tls)
     await server.start()
     try:
         yield table, bound
@@ -53,7 +61,7 @@ async def head(
 
 @contextlib.asynccontextmanager
 async def worker(
-    port: int, *, waits: bool = True
+    port: int, *, waits: bool = True, tls: TlsFiles | None = None
 ) -> AsyncIterator[tuple[StageWorker, asyncio.Task[None]]]:
     """A worker without ranks that has joined: as if they had run in epoch 5 of `PLAN`."""
     serving = StageWorker(waits_for_head=waits)
@@ -62,18 +70,18 @@ async def worker(
         node="n", address="127.0.0.1:9", pid=1, device="cpu", fingerprint=stated_fingerprint()
     )
     joined: list[control_pb2.JoinResponse] = []
-    async with create_channel(f"127.0.0.1:{port}") as channel:
-        control = ControlClient(channel, "127.0.0.1", port)
-        timeout_seconds = None if waits else TIMEOUT_SECONDS
-        holding = asyncio.create_task(
-            worker_place.hold_place(control, request, serving, joined.append, timeout_seconds)
-        )
-        await until(lambda: bool(joined) or holding.done(), "the join")
-        try:
-            yield serving, holding
-        finally:
-            holding.cancel()
-            await asyncio.wait((holding,))
+    control = ControlClient("127.0.0.1", port, tls)
+    timeout_seconds = None if waits else TIMEOUT_SECONDS
+    holding = asyncio.create_task(
+        worker_place.hold_place(control, request, serving, joined.append, timeout_seconds)
+    )
+    await until(lambda: bool(joined) or holding.done(), "the join")
+    try:
+        yield serving, holding
+    finally:
+        holding.cancel()
+        await asyncio.wait((holding,))
+        await control.close()
     assert len(joined) == 1
 
 
@@ -175,3 +183,30 @@ async def test_what_is_in_the_way_for_a_while_ends_nobody() -> None:
         await other.stop(grace=0)
         async with head(port) as (table, _):
             await until(lambda: bool(table.members), "the worker")
+
+
+@pytest.mark.parametrize("renewed_early", [True, False])
+async def test_a_worker_joins_again_with_a_renewed_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renewed_early: bool
+) -> None:
+    """What it started with is no longer taken: the next head is of a new CA."""
+    monkeypatch.setattr(control_client, "RECONNECT_SECONDS", 0.3)
+    old, new = Pki(tmp_path / "old"), Pki(tmp_path / "new")
+    files = old.files(Role.STAGE_WORKER)
+
+    def renew() -> None:
+        for path in (files.ca, files.certificate, files.private_key):
+            shutil.copy(new.tls_dir / path.name, path)
+
+    head_files = new.files(Role.GATEWAY)
+    async with contextlib.AsyncExitStack() as stack:
+        async with head(tls=old.files(Role.GATEWAY)) as (_, port):
+            _, holding = await stack.enter_async_context(worker(port, tls=files))
+            if renewed_early:
+                renew()
+        if not renewed_early:
+            await asyncio.sleep(1.0)  # It asks in vain already.
+            renew()
+        async with head(port, tls=head_files) as (table, _):
+            await until(lambda: bool(table.members), "the worker")
+            assert not holding.done()

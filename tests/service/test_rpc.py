@@ -251,11 +251,10 @@ async def test_reflection_lists_the_service(running: Running) -> None:
 
 async def test_a_worker_sent_to_another_port_is_told_what_to_compare(running: Running) -> None:
     address = f"127.0.0.1:{running.port}"
-    channel = create_channel(address)
-    client = ControlClient(channel, "127.0.0.1", running.port)
+    client = ControlClient("127.0.0.1", running.port)
     with pytest.raises(JoinRefused, match=rf"{address} is no head.*--master-port.*workers join at"):
         await client.join(control_pb2.JoinRequest(), TIMEOUT_SECONDS)
-    await channel.close()
+    await client.close()
 
 
 async def test_a_name_that_is_no_address_is_refused_by_the_flag_of_its_port() -> None:

@@ -24,7 +24,6 @@ from services.doctor import examine, gather
 from services.doctor.report import WIDTH
 from services.errors import JoinRefused, StagemeshError
 from services.mesh_plan import make_plan
-from services.rpc.channel import create_channel
 from stagemesh.v1 import control_pb2
 from tests.unit.topology.model_directory import ModelDirectory
 
@@ -317,14 +316,12 @@ def test_a_worker_that_is_started_too_early_is_told(
     listening: tuple[subprocess.Popen[str], str],
 ) -> None:
     async def join() -> str:
-        address = f"127.0.0.1:{listening[1]}"
-        channel = create_channel(address)
+        client = ControlClient("127.0.0.1", int(listening[1]))
         try:
-            client = ControlClient(channel, "127.0.0.1", int(listening[1]))
             with pytest.raises(JoinRefused) as refusal:
                 await client.join(control_pb2.JoinRequest(), timeout_seconds=0.1)
         finally:
-            await channel.close()
+            await client.close()
         return refusal.value.message
 
     assert "a doctor listens here, and no head" in asyncio.run(join())

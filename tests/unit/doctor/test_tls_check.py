@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from services.api_keys import add_key
 from services.config import ServeConfig
 from services.doctor.findings import Outcome
 from services.doctor.tls_check import check_doors, check_tls
+from services.errors import ConfigError
+from services.launch.deployment import deploy
 from services.rpc.roles import Role
 from tests.certificates import Pki
 
@@ -53,6 +56,17 @@ def test_what_is_wrong_with_the_directory(pki: Pki, tmp_path: Path) -> None:
     assert "gateway does not" in found[1][1] and "can sign any role" in found[2][1]
     ((outcome, what),) = said(dataclasses.replace(NODE, tls_dir=str(tmp_path)))[:1]
     assert outcome is Outcome.FAILED and "stage-worker.pem" in what
+
+
+def test_what_clients_dial_is_in_the_gateways_certificate(pki: Pki) -> None:
+    config = dataclasses.replace(HEAD, tls_dir=str(pki.tls_dir), host="10.0.0.9")
+    outcome, what = said(config)[0]
+    assert outcome is Outcome.FAILED and "peers dial 10.0.0.9" in what
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(ConfigError, match=r"gateway\.pem .*peers dial 10\.0\.0\.9"),
+    ):
+        deploy(config, stack, launch_workers=False)
 
 
 def test_the_ways_in(pki: Pki, tmp_path: Path) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from gateway.rest.server import RestServer
+from services.config import ServeConfig
 from services.doctor.gather import bind_error
 from services.errors import UsageError
+from services.launch import deployment, headless
 from services.rpc.addresses import (
     HOST_IP_ENV,
     check_door_address,
     check_master_address,
+    check_mesh_addresses,
+    gateway_names,
     interface_of,
     own_address_towards,
     resolve,
@@ -109,6 +115,7 @@ def test_a_public_address_is_known_in_another_spelling() -> None:
         ("stage-worker --master-addr 0.0.0.0", "--master-addr 0.0.0.0 is the unspecified address"),
         ("stage-worker --master-addr 10.0..1", "--master-addr 10.0..1 is no address"),
         ("stage-worker --host 0.0.0.0", "--host 0.0.0.0 is the unspecified address"),
+        ("stage-worker --host 8.8.8.8", "--host 8.8.8.8 is a public address"),
         ("gateway m --master-addr 10.0..1", "--master-addr 10.0..1 is no address"),
         ("serve m --master-addr 224.0.0.1", "--master-addr 224.0.0.1 is a multicast address"),
         (
@@ -130,6 +137,48 @@ def test_every_command_says_so_in_one_line(command: str, message: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"stagemesh: error: {message}")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_headless_node_does_not_listen_on_a_public_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(headless, "setup_logging", lambda process: None)
+    monkeypatch.setattr(headless, "allow_late_timers", lambda seconds: None)
+    monkeypatch.setattr(headless, "own_address_towards", lambda master_addr: "8.8.8.8")
+    config = ServeConfig(model="m", nnodes=2, node_rank=1, headless=True, master_addr="10.0.0.1")
+    with pytest.raises(UsageError, match=r"^this node's address .* 8\.8\.8\.8 is a public address"):
+        headless.run(config)
+
+
+def test_ranks_of_ray_do_not_listen_on_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [SimpleNamespace(address=address) for address in ("10.0.0.1", "8.8.8.8")]
+    cluster = SimpleNamespace(
+        address="10.0.0.1", choose_device=lambda asked: "cpu", place=lambda shape, device: places
+    )
+    monkeypatch.setattr(deployment, "connect", lambda _: contextlib.nullcontext(cluster))
+    monkeypatch.setattr(deployment, "resolve_model", Path)
+    monkeypatch.setattr(
+        deployment, "make_plan", lambda *_, **__: SimpleNamespace(shape=None, device="cpu")
+    )
+    config = ServeConfig(model="m", distributed_executor_backend="ray")
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(UsageError, match=r"^the Ray node's address 8\.8\.8\.8 is a public address"),
+    ):
+        deployment.deploy(config, stack, launch_workers=True)
+
+
+def test_one_warning_names_every_address() -> None:
+    named = (("--master-addr", "10.0.0.1"), ("--host", "10.0.0.2"), ("--x", "127.0.0.1"))
+    said = check_mesh_addresses(named, insecure=False, tls=False)
+    assert said is not None and "to 10.0.0.1 and 10.0.0.2 is not encrypted" in said
+    assert check_mesh_addresses(named, insecure=False, tls=True) is None
+
+
+def test_the_gateway_is_dialled_at_both_its_addresses() -> None:
+    assert gateway_names("10.0.0.1", "10.0.0.2") == ("10.0.0.1", "10.0.0.2")
+    for host in ("0.0.0.0", "127.0.0.1", "10.0.0.1"):
+        assert gateway_names("10.0.0.1", host) == ("10.0.0.1",)
 
 
 @pytest.mark.parametrize(

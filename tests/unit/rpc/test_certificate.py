@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from gateway import app
 from services.cli import main
 from services.errors import ConfigError
+from services.launch import headless
 from services.rpc.certificate import check_certificate, own_identity
 from services.rpc.roles import Role
 from services.rpc.tls_files import tls_files
+from stage_worker import service_main
 from tests.certificates import Pki, issue_as_of
+from tests.unit.topology.model_directory import ModelDirectory
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,51 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run("init", "--ca", tmp_path / "second") == 0
     assert run("issue", "--ca", tmp_path / "second", "--role", "client", "--out", out) == 2
     assert "holds another CA" in capsys.readouterr().err
+
+
+def test_a_bundle_of_two_cas_outlives_a_renewal(tmp_path: Path) -> None:
+    """The change of CAs: both in every ca.pem, then new certificates of the new one."""
+    old, new = Pki(tmp_path / "old"), Pki(tmp_path / "new")
+    bundle = old.files(Role.GATEWAY).ca
+    both = bundle.read_bytes() + (new.ca / "ca.pem").read_bytes()
+    bundle.write_bytes(both)
+    new.issue(Role.GATEWAY, old.tls_dir, force=True)
+    assert bundle.read_bytes() == both
+    check_certificate(old.tls_dir, Role.GATEWAY)
+    Pki(tmp_path / "third").issue(Role.GATEWAY, old.tls_dir, force=True)
+    assert bundle.read_bytes() == (tmp_path / "third" / "ca" / "ca.pem").read_bytes()
+
+
+@pytest.mark.parametrize(("days", "code"), [(-40, 1), (5, 1), (None, 2)])
+@pytest.mark.parametrize("command", ["gateway", "headless", "stage-worker"])
+def test_a_supervisor_tries_again_what_time_may_heal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, days: int | None, code: int
+) -> None:
+    """Dates that are wrong now are exit code 1; what stays wrong, here the host, is 2."""
+    pki = Pki(tmp_path)
+    model = ModelDirectory(tmp_path / "tiny")
+    model.write_config()
+    model.write_single()
+    for module in (app, headless, service_main):
+        monkeypatch.setattr(module, "setup_logging", lambda process: None)
+        monkeypatch.setattr(module, "allow_late_timers", lambda seconds: None)
+    with monkeypatch.context() as then:
+        if days is not None:
+            issue_as_of(then, timedelta(days=days))
+        hosts = ("127.0.0.1",) if days is not None else ("10.0.0.9",)
+        for role in (Role.GATEWAY, Role.STAGE_WORKER):
+            pki.issue(role, pki.tls_dir, *hosts, days=10, force=True)
+    at = "127.0.0.1" if days is not None else "127.0.0.2"
+    words = {
+        "gateway": ("gateway", model.path, "--master-addr", at),
+        "headless": (
+            *("serve", model.path, "--nnodes", "2", "--node-rank", "1", "--headless"),
+            *("-pp", "2", "--cpu-devices", "2", "--master-addr", "127.0.0.1"),
+        ),
+        "stage-worker": ("stage-worker", "--host", at),
+    }[command]
+    monkeypatch.setenv("VLLM_HOST_IP", at)
+    assert main([*map(str, words), "--tls-dir", str(pki.tls_dir)]) == code
 
 
 @pytest.mark.parametrize(
