@@ -35,7 +35,6 @@ from gateway.recovery import RecoveryLimits, Tripwire, pause_seconds
 from services.control.membership import Member
 from services.control.service import ControlService
 from services.errors import (
-    ConfigError,
     PipelineUnavailable,
     StageFailed,
     StagemeshError,
@@ -99,8 +98,10 @@ class Replica:
         self._percent: dict[tuple[int, int], int] = {}
         self._num_blocks = 0
         self._tripwire = Tripwire()
-        self._stuck_stage: int | None = None
-        """Whose ranks the next epoch must not take over."""
+        self._stuck_workers: frozenset[str] = frozenset()
+        """Whose ranks hold a step that does not end: the next epoch must not take them over."""
+        self._last_attempt: StagemeshError | None = None
+        """Why it has failed, in this recovery."""
         self._retired = False
 
     # Coming up.
@@ -111,8 +112,12 @@ class Replica:
         self.epoch = next(self._hooks.epochs)
         stages = tuple(self._stages.values())
         self.doing = "ranks are starting"
-        stuck_stage, self._stuck_stage = self._stuck_stage, None
-        await reset_ranks(stages, self.epoch, stuck_stage)
+        if not self._stuck_workers <= self._stages.keys():
+            self._stuck_workers = frozenset()
+        stuck = tuple(self._stages[worker_id] for worker_id in self._stuck_workers)
+        await reset_ranks(stages, self.epoch, stuck)
+        # Kept over an attempt that fails before: they may still hold the step.
+        self._stuck_workers = frozenset()
         self.doing = "stages are forming their groups"
         await form_groups(stages, self._plan.shape, self.epoch)
         await self._hear_status()
@@ -215,15 +220,17 @@ class Replica:
     # Recovering.
 
     async def _recover(self, engine: MeshEngine, failure: StagemeshError) -> StagemeshError:
-        """Brings the replica up again in a new epoch. Raises where it cannot: `StageFailed` with
-        the first cause, or `ConfigError`."""
+        """Brings the replica up again in a new epoch. Raises `StageFailed` where it cannot: with
+        the first cause, and why the last attempt has failed."""
         self.state, self.doing = ReplicaState.RECOVERING, "the stages are being looked at"
         started_at = time.monotonic()
         reason = OTHER
         if self.pipeline is not None:
-            reason, self._stuck_stage = self.pipeline.failed_by or OTHER, self.pipeline.stuck_stage
+            reason = self.pipeline.failed_by or OTHER
+            self._stuck_workers = self._workers_of(self.pipeline.stuck_stage)
         log.error("replica %d failed in epoch %d: %s", self.dp_rank, self.epoch, failure.message)
         engine.suspend(failure, self._limits.max_attempts)
+        self._last_attempt = None
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 await self._attempt_until_up()
@@ -231,6 +238,7 @@ class Replica:
             raise StageFailed(
                 f"{failure.message}; the replica could not be brought up again within "
                 f"--recovery-timeout-seconds {self._limits.timeout_seconds:.0f}: {self.doing}"
+                f"{self._why_not()}"
             ) from None
         self.pipeline = self._new_pipeline()
         replayed = engine.resume(self.pipeline)
@@ -245,13 +253,29 @@ class Replica:
         )
         return PipelineUnavailable("the engine has stopped")
 
+    def _workers_of(self, pp_rank: int | None) -> frozenset[str]:
+        return frozenset(
+            worker_id
+            for worker_id, stage in self._stages.items()
+            if stage.placement.pp_rank == pp_rank
+        )
+
+    def _why_not(self) -> str:
+        last = self._last_attempt
+        return "" if last is None else f"; the last attempt failed: {last.message}"
+
     async def _attempt_until_up(self) -> None:
+        """A `ConfigError` ends it no more than others: this plan has been served, so what is wrong
+        may pass, such as a mount that is not there yet."""
         for attempt in count(1):
-            failure = await self._attempt()
+            # In a task of its own: a task group that fails while it is waited for leaves its task
+            # counted as being cancelled (Python 3.11), and the time limit would not be one.
+            async with asyncio.TaskGroup() as tasks:
+                attempted = tasks.create_task(self._attempt())
+            failure = attempted.result()
             if failure is None:
                 return
-            if isinstance(failure, ConfigError):
-                raise failure
+            self._last_attempt = failure
             pause = pause_seconds(attempt)
             log.warning(
                 "replica %d, attempt %d: %s; again in %.1f s",
@@ -273,7 +297,7 @@ class Replica:
 
     async def _bring_up_again(self) -> None:
         times = [time.monotonic()]
-        await self._control.present(self.dp_rank, self._is_doing)
+        await self._control.present(self.dp_rank, self._is_waiting)
         times.append(time.monotonic())
         await self.form_groups()
         times.append(time.monotonic())
@@ -290,8 +314,15 @@ class Replica:
             loaded,
         )
 
-    def _is_doing(self, what: str) -> None:
+    def _is_waiting(self, what: str) -> None:
+        """For workers that are not heard of. Where such a one looked stuck it was cut off, and its
+        ranks are as good as before; or it is gone, and others take their place."""
         self.doing = what
+        membership = self._control.membership
+        silent = membership.silent(asyncio.get_running_loop().time())
+        heard = {member.worker_id for member in membership.members if member not in silent}
+        if not self._stuck_workers <= heard:
+            self._stuck_workers = frozenset()
 
     def stage_failed(self, failure: StageFailed, reason: str) -> None:
         """A failure that is seen from outside: of a worker, or in a heartbeat."""

@@ -134,6 +134,8 @@ class RankProcess:
                 # Torch's C++ side warns about host names that nobody needs here.
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **child_environment()},
             )
+            if self.is_ending:  # Given up while it was being started: `run` kills it.
+                return None
             self._silence.start(self._process.pid)
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_LIMIT_BYTES)
         except OSError as error:

@@ -59,11 +59,12 @@ class RankSupervisor:
     async def reset(self, *, replace: bool) -> None:
         """Brings the rank to where it can join a new epoch: started, and in no group.
 
-        With `replace`, or where it does not leave its groups, by a new process.
+        With `replace`, or where it does not leave its groups, by a new process. One that has never
+        been in a group is new already: it holds no step.
         Raises `StageFailed` where that cannot be started.
         """
         process = self.process
-        if replace:
+        if replace and process.epoch:
             process.replace("holds a step that does not end, and is replaced")
         elif not process.is_ending:
             # Where it ends while it is asked, another takes its place all the same.

@@ -43,13 +43,12 @@ class LoadedMesh:
     """Over all ranks."""
 
 
-async def reset_ranks(stages: Sequence[Stage], epoch: int, stuck_stage: int | None) -> None:
-    """Waits until every rank is started and in no group; those of `stuck_stage` are replaced.
+async def reset_ranks(stages: Sequence[Stage], epoch: int, stuck: Sequence[Stage]) -> None:
+    """Waits until every rank is started and in no group; those of `stuck` are replaced.
     Raises `StageFailed`."""
     async with asyncio.TaskGroup() as tasks:
         for stage in stages:
-            replace = stage.placement.pp_rank == stuck_stage
-            tasks.create_task(stage.client.reset_ranks(epoch, replace=replace))
+            tasks.create_task(stage.client.reset_ranks(epoch, replace=stage in stuck))
 
 
 async def form_groups(stages: Sequence[Stage], shape: MeshShape, epoch: int) -> None:

@@ -145,12 +145,12 @@ class MeshPipeline:
                 words = explain_progress(stages) or "no stage has moved"
                 self.fail(StageFailed(f"{words} (a step may take {limit:.1f} s)"), STEP_STUCK)
 
-    def _observe(self, pp_rank: int, result: step_pb2.StepResult) -> None:
-        """One result of one step of a stage."""
+    def _observe(self, pp_rank: int, result: step_pb2.StepResult, held_seconds: float) -> None:
+        """One result of one step of a stage, which had held it for so long, as `_watch` counts."""
         num_tokens = self._num_tokens.get(result.step_id)
         if num_tokens is not None:
             seconds = result.clock.compute_ns * SECONDS_PER_NS
-            self._step_times[pp_rank].observe(num_tokens, seconds)
+            self._step_times[pp_rank].observe(num_tokens, max(seconds, held_seconds))
         self._on_stage_step(pp_rank, result)
 
     def progress(self) -> tuple[StageProgress, ...]:
@@ -171,12 +171,13 @@ class MeshPipeline:
                 if first_of_stage and response.result.epoch == self._epoch:
                     self._refuse_out_of_turn(pp_rank, response.result)
                     now = loop.time()
+                    held_seconds = self._progress.held_seconds(pp_rank, now)
                     self._progress.answered(pp_rank, response.result.step_id, now)
                     if pp_rank == self._last_pp_rank:
                         self._results.put_nowait(response.result)
                         self._on_step(now - self._sent_at.popleft())
                     for result in results_of(response.result):
-                        self._observe(pp_rank, result)
+                        self._observe(pp_rank, result, held_seconds)
         except StageFailed as failure:
             self.fail(failure, OTHER)
         except grpc.aio.AioRpcError as error:

@@ -27,7 +27,8 @@ class StepTimes:
         self._steps = deque[tuple[int, float]](maxlen=NUM_REMEMBERED_STEPS)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step is done that has computed for so long."""
+        """A step is done that the stage has held for so long: what `stuck_after` is compared with,
+        so its transfer and its wait for answers of the same stage count as well."""
         self._steps.append((num_tokens, seconds))
 
     def predict(self, num_tokens: int) -> float | None:
