@@ -134,7 +134,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             if process.epoch != self._epoch and not process.is_ending:
                 raise StageFailed(
                     f"the process of TP rank {process.tp_rank} was started after the groups of "
-                    f"epoch {self._epoch} were formed; they must be formed again"
+                    f"epoch {self._epoch} were formed, or has left them; they must be formed again"
                 )
         return processes
 
@@ -302,6 +302,9 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         they can, so that none of them waits for a neighbour, and keep their weights."""
         self._end_stream()
         self._error = None
+        for rank in self.ranks:
+            # From now on in none: what would still come for the old one is refused, and not lost.
+            rank.process.epoch = 0
         async with asyncio.TaskGroup() as tasks:
             for rank in self.ranks:
                 tasks.create_task(rank.leave_group())

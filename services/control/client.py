@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.errors import HeadLost as HeadLost
-from services.errors import JoinRefused
+from services.errors import JoinRefused, NotAuthenticated, NotPermitted, StagemeshError
 from services.rpc import reach
 from services.rpc.addresses import join_host_port
 from services.rpc.channel import create_channel
@@ -36,10 +36,13 @@ _NO_ANSWER = (
     # Something else than a head.
     grpc.StatusCode.UNIMPLEMENTED,
 )
+_REFUSALS = (JoinRefused, NotAuthenticated, NotPermitted)
+"""A head's own; anything else may come from one that goes down or comes up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NotAnswered:
+    error: StagemeshError
     code: grpc.StatusCode
     details: str
 
@@ -88,8 +91,9 @@ class ControlClient:
     ) -> control_pb2.JoinResponse:
         """Joins, waiting for a head that is not up yet; None waits without limit.
 
-        Raises `JoinRefused` with the head's reason, or naming the address that nobody answers
-        at; at once where the two sides do not agree on TLS.
+        Raises `JoinRefused` with the head's reason, at once where the two sides do not agree on
+        TLS; `HeadLost` naming the address that nobody answers at: another worker, started in
+        the place of this one, would find nobody either.
         """
         loop = asyncio.get_running_loop()
         deadline = None if timeout_seconds is None else loop.time() + timeout_seconds
@@ -98,6 +102,8 @@ class ControlClient:
             answer = await self._ask(request)
             if isinstance(answer, control_pb2.JoinResponse):
                 return answer
+            if answer.code not in _NO_ANSWER:
+                raise answer.error
             if answer.code is grpc.StatusCode.UNIMPLEMENTED:
                 raise JoinRefused(
                     f"what answers at {self._address} is no head of a mesh: compare "
@@ -106,7 +112,7 @@ class ControlClient:
                 )
             await self._check_tls()
             if deadline is not None and loop.time() > deadline:
-                raise JoinRefused(
+                raise HeadLost(
                     f"no head answers at {self._address} after {timeout_seconds:.0f} s "
                     f"({answer.details}). Check --master-addr and --master-port, and that "
                     "the gateway runs there"
@@ -117,7 +123,8 @@ class ControlClient:
         """Joins where the head has been, waiting for one without limit.
 
         What is in the way may be only the old head's end or the new one's start, so nothing but
-        a head's own refusal ends this. Raises `JoinRefused` with its reason.
+        a head's own refusal ends this. Raises it: `JoinRefused`, `NotAuthenticated` or
+        `NotPermitted`.
         """
         said = _Reminder(self._address)
         await self._connect_again()
@@ -125,6 +132,8 @@ class ControlClient:
             answer = await self._ask(request)
             if isinstance(answer, control_pb2.JoinResponse):
                 return answer
+            if isinstance(answer.error, _REFUSALS):
+                raise answer.error
             await self._wait(said, answer)
 
     async def _wait(self, said: _Reminder, answer: _NotAnswered) -> None:
@@ -137,15 +146,13 @@ class ControlClient:
     async def _ask(
         self, request: control_pb2.JoinRequest
     ) -> control_pb2.JoinResponse | _NotAnswered:
-        """Once. Raises what the head refuses with."""
+        """Once."""
         try:
             response: control_pb2.JoinResponse = await self._stub.Join(
                 request, timeout=CALL_TIMEOUT_SECONDS
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() not in _NO_ANSWER:
-                raise error_from_rpc(error) from None
-            return _NotAnswered(error.code(), error.details() or "")
+            return _NotAnswered(error_from_rpc(error), error.code(), error.details() or "")
         return response
 
     async def _check_tls(self) -> None:

@@ -9,9 +9,9 @@ should it wake up after that.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 
 from services.errors import JoinRefused
 from services.topology.facts import MeshShape
@@ -42,6 +42,8 @@ class Member:
     placement: StagePlacement
     heard_at: float
     status: stage_worker_pb2.StatusResponse = field(default_factory=stage_worker_pb2.StatusResponse)
+    has_beaten: bool = False
+    """Whether it has heard that it has joined: only then does it send heartbeats."""
 
 
 class Membership:
@@ -109,22 +111,32 @@ class Membership:
 
     def absent(self, dp_rank: int, now: float) -> tuple[str, ...]:
         """The places of a replica that nobody holds who is heard of, in words."""
-        present = {
-            place
-            for place, member in self._members.items()
-            if now - member.heard_at <= MEMBER_TIMEOUT_SECONDS
-        }
+        present = {place for place, member in self._members.items() if not _is_silent(member, now)}
         absent = sorted(self._placements.keys() - present)
         return tuple(self._words(place) for place in absent if place[0] == dp_rank)
 
     def in_the_way(self, request: control_pb2.JoinRequest, now: float) -> tuple[Member, ...]:
         """Who holds what a worker asks for, as far as anybody knows. Where one of them is gone,
         `forget` makes room."""
-        self._forget_gone(request, now)
+        gone = self.making_way(request, now)
         if request.HasField("wanted"):
             holder = self._members.get(_wanted(request.wanted))
-            return () if holder is None else (holder,)
-        return self.members if self.complete else ()
+            return () if holder is None or holder in gone else (holder,)
+        return self.members if self.complete and not gone else ()
+
+    def making_way(self, request: control_pb2.JoinRequest, now: float) -> tuple[Member, ...]:
+        """Who is a member no more when `join` lets this worker in: itself where it joins anew, and
+        the silent holder of the place that it is given. Whoever else is silent may be cut off,
+        and keeps its place and its weights."""
+        own = (request.address, request.pid)
+        gone = [member for member in self.members if (member.address, member.pid) == own]
+        if request.HasField("wanted"):
+            holder = self._members.get(_wanted(request.wanted))
+            holders: tuple[Member, ...] = () if holder is None else (holder,)
+        else:
+            holders = self.members if self.complete and not gone else ()
+        silent = (member for member in holders if member not in gone and _is_silent(member, now))
+        return (*gone, *islice(silent, 1))
 
     def member(self, worker_id: str) -> Member | None:
         """A member by its name."""
@@ -155,14 +167,18 @@ class Membership:
                 f"{_who(request)} says that it has been in epoch {request.last_epoch}, and there "
                 f"is none above {MAX_EPOCH}; restart the worker"
             )
-        place = self._wanted_place(request, now)
-        placement = self._on_node_of(request, self._placements[place])
+        gone = self.making_way(request, now)
+        place = self._wanted_place(request, gone)
+        staying = [member for member in self.members if member not in gone]
+        placement = self._on_node_of(request, self._placements[place], staying, now)
         needed = max(placement.device_indices) + 1
         if request.HasField("num_devices") and request.num_devices < needed:
             raise JoinRefused(
                 f"{self._words(place)} needs device {needed - 1} of its node, and {_who(request)} "
                 f"has {request.num_devices}; place fewer ranks there, or make more devices visible"
             )
+        for other in gone:
+            self.forget(other.worker_id)
         self._joined += 1
         self._last_epoch = max(self._last_epoch, request.last_epoch)
         member = Member(
@@ -184,18 +200,21 @@ class Membership:
         )
 
     def _on_node_of(
-        self, request: control_pb2.JoinRequest, planned: StagePlacement
+        self,
+        request: control_pb2.JoinRequest,
+        planned: StagePlacement,
+        staying: Sequence[Member],
+        now: float,
     ) -> StagePlacement:
         """The placement with device indices of the node that the worker is really on. Raises
-        `JoinRefused` where its ranks run on devices that another worker has been given."""
+        `JoinRefused` where its ranks run on devices that another worker has been given.
+
+        Devices of a silent worker are given only where there are no others: it may wake up."""
         if planned.node_rank == request.node_rank and self._nodes_planned:
             return planned
-        taken = {
-            index
-            for member in self._members.values()
-            if (member.node, member.node_rank) == (request.node, request.node_rank)
-            for index in member.placement.device_indices
-        }
+        here = (request.node, request.node_rank)
+        beside = [member for member in staying if (member.node, member.node_rank) == here]
+        taken = _devices(member for member in beside if not _is_silent(member, now))
         if held := tuple(request.wanted.device_indices):
             if len(held) != len(planned.tp_ranks) or len({*held} - taken) != len(held):
                 raise JoinRefused(
@@ -204,17 +223,21 @@ class Membership:
                     "are taken; restart the worker, which gives it others"
                 )
             return replace(planned, device_indices=held)
-        free = (index for index in count() if index not in taken)
-        return replace(planned, device_indices=tuple(next(free) for _ in planned.tp_ranks))
+        indices = _first_free(len(planned.tp_ranks), _devices(beside))
+        if request.HasField("num_devices") and indices[-1] >= request.num_devices:
+            indices = _first_free(len(planned.tp_ranks), taken)
+        return replace(planned, device_indices=indices)
 
     def forgive(self, now: float) -> None:
         """Counts everybody as just heard of: it was this side that did not listen."""
         for member in self._members.values():
             member.heard_at = max(member.heard_at, now)
 
-    def _wanted_place(self, request: control_pb2.JoinRequest, now: float) -> tuple[int, int, int]:
-        self._forget_gone(request, now)
-        free = sorted(self._placements.keys() - self._members)
+    def _wanted_place(
+        self, request: control_pb2.JoinRequest, gone: Sequence[Member]
+    ) -> tuple[int, int, int]:
+        held = self._members.keys() - {_place(member.placement) for member in gone}
+        free = sorted(self._placements.keys() - held)
         if not request.HasField("wanted"):
             if free:
                 return free[0]
@@ -238,14 +261,6 @@ class Membership:
             "a --node-rank of its own, and each stage worker a --pp-rank"
         )
 
-    def _forget_gone(self, request: control_pb2.JoinRequest, now: float) -> None:
-        """The place of a worker that has gone silent is free again, and so is that of one that asks
-        a second time because it did not hear the answer."""
-        for place, member in list(self._members.items()):
-            same = (member.address, member.pid) == (request.address, request.pid)
-            if same or now - member.heard_at > MEMBER_TIMEOUT_SECONDS:
-                del self._members[place]
-
     def _words(self, place: tuple[int, int, int]) -> str:
         """A place as people say it: only what there is more than one of."""
         dp_rank, pp_rank, tp_rank_start = place
@@ -262,7 +277,7 @@ class Membership:
         """Takes a worker's word that it lives; tells a stranger to leave."""
         for member in self._members.values():
             if member.worker_id == request.worker_id:
-                member.heard_at = now
+                member.heard_at, member.has_beaten = now, True
                 member.status.CopyFrom(request.status)
                 return control_pb2.HeartbeatResponse()
         return control_pb2.HeartbeatResponse(
@@ -273,9 +288,19 @@ class Membership:
 
     def silent(self, now: float) -> tuple[Member, ...]:
         """Members that have not been heard of for too long."""
-        return tuple(
-            member for member in self.members if now - member.heard_at > MEMBER_TIMEOUT_SECONDS
-        )
+        return tuple(member for member in self.members if _is_silent(member, now))
+
+
+def _is_silent(member: Member, now: float) -> bool:
+    return now - member.heard_at > MEMBER_TIMEOUT_SECONDS
+
+
+def _devices(members: Iterable[Member]) -> set[int]:
+    return {index for member in members for index in member.placement.device_indices}
+
+
+def _first_free(needed: int, taken: set[int]) -> tuple[int, ...]:
+    return tuple(islice((index for index in count() if index not in taken), needed))
 
 
 def _place(placement: StagePlacement) -> tuple[int, int, int]:

@@ -86,11 +86,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         for holder in self.membership.in_the_way(request, loop.time()):
             if await self._is_gone(holder):
                 self.lost(holder, f"another takes its place: {request.address}")
+        now = loop.time()
+        gone = self.membership.making_way(request, now)
         try:
-            response = self.membership.join(request, loop.time())
+            response = self.membership.join(request, now)
         except JoinRefused as refusal:
             log.warning("join refused: %s", refusal.message)
             raise
+        for member in gone:
+            # One that asks again since it did not hear that it had joined has taken no part.
+            if member.has_beaten or (member.address, member.pid) != (request.address, request.pid):
+                self._tell_lost(member, f"its place is taken by {request.address}")
         missing = ", ".join(self.membership.missing())
         log.info(
             "stage %d joined: node %s at %s; %s",
@@ -134,7 +140,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     def lost(self, member: Member, why: str) -> None:
         """A member is known to be gone; its place is free."""
-        if self.membership.forget(member.worker_id) is not None and self._listener is not None:
+        if self.membership.forget(member.worker_id) is not None:
+            self._tell_lost(member, why)
+
+    def _tell_lost(self, member: Member, why: str) -> None:
+        if self._listener is not None:
             self._listener.on_member_lost(member, f"{describe(member)} is gone: {why}")
 
     async def Diagnose(
@@ -160,18 +170,24 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return echo(request)
 
     async def complete(self, timeout_seconds: float) -> None:
-        """Waits until every place is taken. Raises `StageFailed` naming who is missing."""
+        """Waits until every place is held by a worker that is heard of. Raises `StageFailed`
+        naming who is missing."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                while not self.membership.complete:
+                while self._absent():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             joined = ", ".join(member.address for member in self.membership.members) or "nobody"
             raise StageFailed(
                 f"not all stage workers joined within {timeout_seconds:.0f} s: missing "
-                f"{', '.join(self.membership.missing())}; joined: {joined}. Their log lines say why"
+                f"{', '.join(self._absent())}; joined: {joined}. Their log lines say why"
             ) from None
+
+    def _absent(self) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        replicas = range(self.membership.shape.dp_size)
+        return [place for dp_rank in replicas for place in self.membership.absent(dp_rank, now)]
 
     async def present(self, dp_rank: int, on_waiting: Callable[[str], None]) -> None:
         """Waits until every place of a replica is held by a worker that is heard of.

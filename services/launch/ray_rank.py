@@ -7,9 +7,9 @@ actor: by the kernel's parent-death signal, and because their lifeline closes.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from pathlib import Path
 from services.config import ServeConfig
 from services.errors import StagemeshError
 from services.launch.devices import KINDS
-from services.launch.process import child_environment
 from services.launch.ray_bundles import RESOURCES
 from services.launch.worker_command import worker_command
+from services.launch.worker_process import WorkerProcess
 from services.mesh_plan import make_plan
 from services.topology.partition import PARTITION_ENV, parse_partition
 from services.topology.placement import StagePlacement
@@ -64,8 +64,19 @@ class RankActor:
             fingerprint = fingerprint_here(order, os.environ.get(PARTITION_ENV))
         except StagemeshError as error:
             return RankEnd(None, error.message)
-        lifeline, held_open = os.pipe()
-        command = worker_command(
+        visible = visible_device(order.config.device, _accelerator_ids())
+        # From the actor's main thread, whose end is that of the process.
+        return asyncio.run(_run_worker(order, fingerprint, visible))
+
+
+async def _run_worker(
+    order: RankOrder, fingerprint: topology_pb2.Fingerprint, visible: Mapping[str, str]
+) -> RankEnd:
+    """Runs the worker until it ends, and ends one that is stopped or hangs."""
+    lifeline, held_open = os.pipe()
+
+    def command(pulse_fd: int) -> list[str]:
+        return worker_command(
             order.placement,
             master_addr=order.master_addr,
             master_port=order.master_port,
@@ -74,26 +85,18 @@ class RankActor:
             num_devices=1,
             fingerprint=fingerprint,
             lifeline_fd=lifeline,
-            pulse_fd=None,
+            pulse_fd=pulse_fd,
             tls_dir=order.config.tls_dir,
         )
-        try:
-            # From the actor's main thread, whose end is that of the process.
-            with subprocess.Popen(
-                command,
-                pass_fds=(lifeline,),
-                stdin=subprocess.DEVNULL,
-                env={
-                    **child_environment(),
-                    **order.environment,
-                    **visible_device(order.config.device, _accelerator_ids()),
-                },
-                start_new_session=True,
-            ) as worker:
-                return RankEnd(worker.wait())
-        finally:
-            os.close(lifeline)
-            os.close(held_open)
+
+    worker = WorkerProcess(order.placement, command, {**order.environment, **visible})
+    try:
+        await worker.start(lifeline)
+        return RankEnd((await worker.ended()).code)
+    finally:
+        worker.close()
+        os.close(lifeline)
+        os.close(held_open)
 
 
 def fingerprint_here(order: RankOrder, own_partition: str | None) -> topology_pb2.Fingerprint:

@@ -19,7 +19,7 @@ def worker_command(
     num_devices: int,
     fingerprint: topology_pb2.Fingerprint,
     lifeline_fd: int,
-    pulse_fd: int | None,
+    pulse_fd: int,
     tls_dir: str | None,
     wait_for_head: bool = False,
 ) -> list[str]:
@@ -28,7 +28,7 @@ def worker_command(
     `host` is the address that the worker and its ranks listen on; `fingerprint` is the
     plan's, from this node's copy of the model, and is compared with the head's at join;
     `lifeline_fd` is the read end of a pipe that the launcher holds open; `pulse_fd` the write
-    end of one that it listens to, None where it does not; `tls_dir` is where this node's
+    end of one that it listens to; `tls_dir` is where this node's
     certificates are, None without TLS; with `wait_for_head` it outlives its head.
     """
     return [
@@ -48,7 +48,7 @@ def worker_command(
         f"--cpu-devices={num_devices}",
         f"--fingerprint={base64.b64encode(fingerprint.SerializeToString()).decode()}",
         f"--lifeline-fd={lifeline_fd}",
-        *(() if pulse_fd is None else (f"--pulse-fd={pulse_fd}",)),
+        f"--pulse-fd={pulse_fd}",
         *(("--wait-for-head",) if wait_for_head else ()),
         *(() if tls_dir is None else (f"--tls-dir={tls_dir}", "--require-tls")),
     ]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from services.launch.launcher import WorkerExit
 from services.launch.process import child_environment, how_it_ended
@@ -23,11 +23,18 @@ class WorkerProcess:
     """A worker that beats over a pipe. One that is silent is ended: it is stopped or hung, and
     its ranks die with it."""
 
-    def __init__(self, placement: StagePlacement, command: Callable[[int], Sequence[str]]) -> None:
-        """`command` starts the worker, given the write end of the pipe."""
+    def __init__(
+        self,
+        placement: StagePlacement,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`command` starts the worker, given the write end of the pipe; `environment` is what it
+        has besides this process's variables."""
         self.placement = placement
         self.has_joined = False
         self._command = command
+        self._environment = environment or {}
         self._silence = SilenceWatch(self._end_silent)
         self._silent_seconds: float | None = None
         self._pulse: int | None = None
@@ -43,7 +50,7 @@ class WorkerProcess:
                 *self._command(theirs),
                 pass_fds=(theirs, *inherited_fds),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=child_environment(),
+                env={**child_environment(), **self._environment},
                 # Ctrl-C in a terminal reaches its whole process group; the workers
                 # must not die under a gateway that still drains.
                 start_new_session=True,

@@ -14,10 +14,19 @@ import pytest
 from services.control import client as control_client
 from services.control import membership
 from services.control.client import ControlClient
-from services.control.membership import Membership
+from services.control.membership import Member, Membership
 from services.control.server import control_server
 from services.control.service import ControlService
-from services.errors import FingerprintMismatch, HeadLost, JoinRefused, failure_of
+from services.errors import (
+    FingerprintMismatch,
+    HeadLost,
+    JoinRefused,
+    NotAuthenticated,
+    NotPermitted,
+    StageFailed,
+    failure_of,
+)
+from services.rpc.channel import create_channel
 from services.rpc.roles import Role
 from services.rpc.tls_files import TlsFiles
 from services.topology.facts import MeshShape
@@ -25,7 +34,7 @@ from services.topology.fingerprint import stated_fingerprint
 from services.topology.placement import NodeDevices, place
 from stage_worker import place as worker_place
 from stage_worker.service import StageWorker
-from stagemesh.v1 import control_pb2, topology_pb2
+from stagemesh.v1 import control_pb2, control_pb2_grpc, step_pb2, topology_pb2
 from tests.certificates import Pki
 from tests.service.worker_stage import TIMEOUT_SECONDS, until
 
@@ -210,3 +219,125 @@ async def test_a_worker_joins_again_with_a_renewed_certificate(
         async with head(port, tls=head_files) as (table, _):
             await until(lambda: bool(table.members), "the worker")
             assert not holding.done()
+
+
+@contextlib.asynccontextmanager
+async def asking(port: int) -> AsyncIterator[ControlClient]:
+    control = ControlClient("127.0.0.1", port)
+    try:
+        yield control
+    finally:
+        await control.close()
+
+
+async def test_where_nobody_answers_at_first_the_head_is_lost() -> None:
+    """Of a worker that is started again after its head has gone, too: its node ends with it."""
+    async with head() as (_, port):
+        pass
+    async with asking(port) as control:
+        with pytest.raises(HeadLost, match=f"no head answers at 127.0.0.1:{port}"):
+            await control.join(control_pb2.JoinRequest(), timeout_seconds=0.1)
+
+
+class GoingDown(control_pb2_grpc.ControlServiceServicer):
+    """A head whose calls end as a server's do that is on its way out."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self.code = code
+        self.asked = 0
+
+    async def Join(
+        self, request: control_pb2.JoinRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.JoinResponse:
+        self.asked += 1
+        await context.abort(self.code, "over")
+        raise AssertionError("abort raises")
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [
+        (grpc.StatusCode.CANCELLED, False),
+        (grpc.StatusCode.UNKNOWN, False),
+        (grpc.StatusCode.INTERNAL, False),
+        (grpc.StatusCode.PERMISSION_DENIED, True),
+        (grpc.StatusCode.UNAUTHENTICATED, True),
+    ],
+)
+async def test_only_a_refusal_ends_the_waiting(code: grpc.StatusCode, ends: bool) -> None:
+    going = GoingDown(code)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    control_pb2_grpc.add_ControlServiceServicer_to_server(going, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asking(port) as control:
+        waiting = asyncio.create_task(control.join_again(control_pb2.JoinRequest()))
+        await until(lambda: going.asked > 1 or waiting.done(), "another try")
+        assert waiting.done() is ends
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        if ends:
+            assert isinstance(waiting.exception(), NotAuthenticated | NotPermitted)
+    await server.stop(grace=0)
+
+
+class Listener:
+    """Hears who is lost."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[int, str]] = []
+
+    def on_member_lost(self, member: Member, why: str) -> None:
+        self.lost.append((member.pid, why))
+
+    def on_stage_error(self, member: Member, error: step_pb2.StageError) -> None:
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("has_beaten", [True, False])
+async def test_who_makes_way_is_told_as_lost(has_beaten: bool) -> None:
+    """A worker that joins anew has left its epoch; one that has not heard of its join has none."""
+    placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
+    table = Membership(SHAPE, placements, PLAN, "cpu", nodes_planned=False)
+    service = ControlService(table)
+    server = control_server(service)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    listener = Listener()
+    watching = asyncio.create_task(service.watch(listener))
+    request = control_pb2.JoinRequest(
+        node="n", address="127.0.0.1:9", pid=1, device="cpu", fingerprint=stated_fingerprint()
+    )
+    async with create_channel(f"127.0.0.1:{port}") as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        joined = await stub.Join(request, timeout=TIMEOUT_SECONDS)
+        if has_beaten:
+            beat = control_pb2.HeartbeatRequest(worker_id=joined.worker_id)
+            await stub.Heartbeat(beat, timeout=TIMEOUT_SECONDS)
+        await stub.Join(request, timeout=TIMEOUT_SECONDS)
+        assert [pid for pid, _ in listener.lost] == [1] * has_beaten
+        # Silent, and another wants its place.
+        table.members[0].heard_at -= membership.MEMBER_TIMEOUT_SECONDS + 1
+        listener.lost.clear()
+        request.pid, request.address = 2, "127.0.0.1:8"
+        request.wanted.CopyFrom(topology_pb2.Placement(pp_rank=0))
+        await stub.Join(request, timeout=TIMEOUT_SECONDS)
+        assert (1, True) in [(pid, "taken by 127.0.0.1:8" in why) for pid, why in listener.lost]
+    watching.cancel()
+    await server.stop(grace_seconds=0.0)
+
+
+async def test_a_mesh_does_not_start_with_a_worker_that_is_silent() -> None:
+    placements = place(SHAPE, [NodeDevices(0, "head", "cpu", None)])
+    table = Membership(SHAPE, placements, PLAN, "cpu", nodes_planned=False)
+    service = ControlService(table)
+    now = asyncio.get_running_loop().time()
+    for pid, joined_at in ((1, now - membership.MEMBER_TIMEOUT_SECONDS - 1), (2, now)):
+        request = control_pb2.JoinRequest(
+            address=f"127.0.0.1:{pid}", pid=pid, device="cpu", fingerprint=stated_fingerprint()
+        )
+        table.join(request, joined_at)
+    with pytest.raises(StageFailed, match="missing stage 0; joined"):
+        await service.complete(0.05)
+    table.forgive(now)
+    await service.complete(0.05)

@@ -190,6 +190,10 @@ async def test_without_a_head_a_rank_leaves_its_epoch_and_stays() -> None:
         await running.worker.leave_epoch()
         assert await call.read() == grpc.aio.EOF
         assert running.worker.epoch == 3
+        # The old head may only have been cut off, and go on where it was.
+        with pytest.raises(grpc.aio.AioRpcError, match="or has left them"):
+            await running.load()
+        assert "or has left them" in str((await refused(await running.execute(step(2)))).details())
         with pytest.raises(grpc.aio.AioRpcError, match="not above the present one, 3"):
             await running.form_group(3)
         await running.reset(4)

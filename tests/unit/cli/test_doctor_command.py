@@ -22,7 +22,7 @@ from services.config import ServeConfig
 from services.control.client import ControlClient
 from services.doctor import examine, gather
 from services.doctor.report import WIDTH
-from services.errors import JoinRefused, StagemeshError
+from services.errors import HeadLost, StagemeshError
 from services.mesh_plan import make_plan
 from stagemesh.v1 import control_pb2
 from tests.unit.topology.model_directory import ModelDirectory
@@ -318,7 +318,7 @@ def test_a_worker_that_is_started_too_early_is_told(
     async def join() -> str:
         client = ControlClient("127.0.0.1", int(listening[1]))
         try:
-            with pytest.raises(JoinRefused) as refusal:
+            with pytest.raises(HeadLost) as refusal:
                 await client.join(control_pb2.JoinRequest(), timeout_seconds=0.1)
         finally:
             await client.close()

@@ -258,3 +258,65 @@ def test_devices_that_a_place_cannot_have_are_refused(devices: tuple[int, ...]) 
     with pytest.raises(JoinRefused, match=r"run on devices .* 0, 1 are taken; restart the worker"):
         table.join(held(2, 1, *devices), now=0.0)
     assert len(table.members) == 1
+
+
+LATER = MEMBER_TIMEOUT_SECONDS + 0.5
+
+
+def cut_off_beside(table: Membership) -> tuple[str, str]:
+    """Two workers, of which that of stage 0 is silent: their names."""
+    silent = table.join(request(1, pp_rank=0), now=0.0).worker_id
+    heard = table.join(request(2, pp_rank=1), now=0.0).worker_id
+    table.heartbeat(control_pb2.HeartbeatRequest(worker_id=heard), now=LATER)
+    return silent, heard
+
+
+@pytest.mark.parametrize("asks", [request(9, pp_rank=1), request(2, pp_rank=1)])
+def test_whoever_asks_for_another_place_throws_out_nobody_who_is_silent(
+    asks: control_pb2.JoinRequest,
+) -> None:
+    """Whether it is refused or let in: the silent one may be cut off, and holds weights."""
+    table = membership()
+    silent, heard = cut_off_beside(table)
+    table.in_the_way(asks, LATER)
+    if asks.pid == 9:
+        with pytest.raises(JoinRefused, match="is held by"):
+            table.join(asks, LATER)
+    else:
+        assert [member.worker_id for member in table.making_way(asks, LATER)] == [heard]
+        table.join(asks, LATER)
+    assert len(table.members) == 2
+    beat = control_pb2.HeartbeatRequest(worker_id=silent)
+    assert not table.heartbeat(beat, now=LATER).leave
+
+
+def test_one_that_is_refused_takes_no_silent_one_s_place() -> None:
+    table = membership()
+    silent, _ = cut_off_beside(table)
+    for refused in (request(9, 0, version="0.2.0"), request(9, 0, num_devices=1)):
+        with pytest.raises(JoinRefused):
+            table.join(refused, LATER)
+    assert table.member(silent) is not None
+
+
+def test_without_a_wish_one_silent_worker_at_most_makes_way() -> None:
+    table = membership()
+    table.join(request(1), now=0.0)
+    # There is a free place.
+    assert table.making_way(request(9), LATER) == ()
+    table.join(request(2), now=0.0)
+    (gone,) = table.making_way(request(9), LATER)
+    assert table.join(request(9), LATER).placement.pp_rank == gone.placement.pp_rank == 0
+    assert [member.pid for member in table.members] == [9, 2]
+
+
+def test_devices_of_a_silent_worker_are_given_where_there_are_no_others() -> None:
+    """It may wake up, or have been started again with other devices than before."""
+    for num_devices, expected in ((4, [2, 3]), (2, [0, 1])):
+        table = membership()
+        table.join(request(1, pp_rank=0), now=0.0)
+        new = table.join(request(9, pp_rank=1, num_devices=num_devices), LATER)
+        assert list(new.placement.device_indices) == expected
+    table = membership()
+    table.join(request(1, pp_rank=0), now=0.0)
+    assert list(table.join(held(2, 1, 0, 1), LATER).placement.device_indices) == [0, 1]

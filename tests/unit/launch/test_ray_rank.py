@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import pickle
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from services.config import ServeConfig
 from services.errors import FingerprintMismatch, ModelError
-from services.launch import ray_launcher
+from services.launch import ray_launcher, ray_rank, silence
 from services.launch.launcher import WorkerExit
 from services.launch.ray_bundles import RankPlace
 from services.launch.ray_cluster import RankRun
@@ -170,3 +173,31 @@ async def test_another_actor_takes_the_place_of_one_that_has_ended(model: Path) 
     assert cluster.killed == [cluster.runs[1]]
     cluster.runs[0].end.set_result(RankEnd(0))
     await launcher.stop()
+
+
+CHILD = """
+import os, signal, sys, time
+os.write(int(sys.argv[1]), b".")
+if os.environ["KIND"] == "stops":
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(int(os.environ["SHOWN"]))
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ends", 5), ("stops", -9)])
+def test_an_actor_ends_a_worker_that_is_stopped(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int
+) -> None:
+    monkeypatch.setattr(silence, "FROZEN_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(silence, "CONFIRM_SECONDS", 0.1)
+
+    def command(*_: object, pulse_fd: int, **__: object) -> list[str]:
+        return [sys.executable, "-S", "-c", CHILD, str(pulse_fd)]
+
+    monkeypatch.setattr(ray_rank, "worker_command", command)
+    monkeypatch.setattr(ray_rank, "_accelerator_ids", dict)
+    monkeypatch.setattr(ray_rank, "visible_device", lambda *_: {"SHOWN": "5"})
+    before = len(os.listdir("/proc/self/fd"))
+    end = RankActor().run(replace(order(model), environment={"KIND": kind}))
+    assert end == RankEnd(code)
+    assert len(os.listdir("/proc/self/fd")) == before
