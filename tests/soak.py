@@ -118,7 +118,13 @@ class Report:
             for name, count in self.after.threads.items()
             if count > self.before.threads[name] + POOL_THREADS
         ]
-        for what in ("descriptors", "series", "tasks", "free_blocks"):
+        # Fewer are none left: a connection of before may have been idle for too long.
+        found += [
+            f"{name} had {self.before.descriptors[name]} descriptors and has {count}"
+            for name, count in self.after.descriptors.items()
+            if count > self.before.descriptors[name]
+        ]
+        for what in ("series", "tasks", "free_blocks"):
             was, is_ = getattr(self.before, what), getattr(self.after, what)
             if was != is_:
                 found.append(f"{what} were {was} and are {is_}")
