@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.errors import StageFailed
-from services.launch.process import child_environment, how_it_ended
+from services.launch.process import child_environment, how_it_ended, kill
 from services.launch.silence import SilenceWatch
 from stage_worker import ipc, rank_calls
 from stage_worker.rank_arguments import RankArguments
@@ -231,9 +231,7 @@ class RankProcess:
         self._silence.stop()
         self._give_up(error)
         self._on_failure(error)
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()  # Its socket closes, which ends the reading.
+        kill(self._process)  # Its socket closes, which ends the reading.
 
     def replace(self, why: str) -> None:
         """Ends the process so that another takes its place; `why` is what it does, in words."""
@@ -364,7 +362,6 @@ class RankProcess:
         self._stopping = True
         if self._writer is not None:
             self._writer.close()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        kill(self._process)
+        if self._process is not None:
             await self._process.wait()

@@ -8,6 +8,8 @@ that still runs.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -46,9 +48,23 @@ def child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
 
 
+def kill(process: asyncio.subprocess.Process | None) -> None:
+    """Ends a child at once; nothing where none was started or its end is known already.
+
+    Not `Process.kill`: outside uvloop that polls the child, which takes the exit code of one that
+    has just ended away from the event loop, and 255 is reported in its place.
+    """
+    if process is not None and process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
 def how_it_ended(code: int) -> str:
     """An exit code in words; negative for a signal, as `subprocess` has it."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    if code >= 0:
+        return f"exited with {code}"
+    named = -code in {each.value for each in signal.Signals}  # Most real-time ones have no name.
+    return f"was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
 
 
 def is_stopped(pid: int) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 from services.launch.launcher import WorkerExit
-from services.launch.process import child_environment, how_it_ended
+from services.launch.process import child_environment, how_it_ended, kill
 from services.launch.pulse import JOINED
 from services.launch.silence import SilenceWatch
 from services.topology.placement import StagePlacement
@@ -112,9 +111,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends it at once, and with it its ranks."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        kill(self._process)
 
     def close(self) -> None:
         """Listens no more."""

@@ -3,21 +3,25 @@
     python -m tests.service.odd_rank SEED COUNT NOISE <the arguments of a rank>
 
 Every event is one, but its fields are anything. At the end NOISE says whether it sends bytes
-that are no event, or only stays.
+that are no event; then it only beats.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import sys
-import threading
+import time
 
 from stage_worker import ipc
 from stage_worker.rank_arguments import RankArguments
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 from tests.mutation import mutated_message
 
+HEARTBEAT_SECONDS = 0.5
+STORM_IS_OVER = 12345
+"""Peak memory in its last beats: what was sent before has been read."""
 HELLO = rank_pb2.RankHello(
     pid=1, device="odd:0", memory=stage_worker_pb2.DeviceMemory(free_bytes=1, total_bytes=2)
 )
@@ -51,7 +55,11 @@ def main() -> None:
             sock.sendall(ipc.encode(event))
     if noise == "noise":
         sock.sendall(b"\0\0\0\x03\xff\xff\xff")
-    threading.Event().wait()
+    last = rank_pb2.RankEvent(alive=rank_pb2.RankAlive(memory_peak_bytes=STORM_IS_OVER))
+    with contextlib.suppress(ConnectionError):
+        while True:
+            sock.sendall(ipc.encode(last))
+            time.sleep(HEARTBEAT_SECONDS)
 
 
 if __name__ == "__main__":

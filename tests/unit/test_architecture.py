@@ -219,6 +219,20 @@ def test_files_can_be_read_at_a_sitting() -> None:
     assert not too_long, f"over {MAX_LINES} lines, split by job: {too_long}"
 
 
+def test_children_of_an_event_loop_are_killed_in_one_way() -> None:
+    """By `services.launch.process.kill`, which leaves their exit code to the loop."""
+    wrong = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+        for path in own_files(*OWN_PACKAGES)
+        if "create_subprocess_" in (source := path.read_text())
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("kill", "terminate", "send_signal")
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    ]
+    assert not wrong, wrong
+
+
 def weak_assertions(source: str) -> list[int]:
     """Lines of assertions that are a choice (`assert x >= 1 if a else 2` asserts 2 where a is
     false), a bare literal, or a tuple, which is always true."""
