@@ -74,6 +74,7 @@ class RankProcess:
         """Set when the process is gone and its last events are read."""
         self.state = stage_worker_pb2.COMPONENT_STATE_STARTING
         self.epoch = 0
+        self._times_left = 0
         self.last_step_id = 0
 
     @property
@@ -259,9 +260,21 @@ class RankProcess:
     async def form_group(self, request: stage_worker_pb2.FormGroupRequest) -> None:
         """Lets the rank join the epoch's groups. Raises `StageFailed`."""
         command = rank_pb2.RankCommand(form_group=request)
+        times_left = self._times_left
         # The rank has its own deadline and its error says more than ours.
         await self._call(command, request.timeout_seconds + STOP_TIMEOUT_SECONDS)
+        if self._times_left != times_left:
+            raise StageFailed(
+                f"TP rank {self.tp_rank} has left the epoch before its groups, of {request.epoch}, "
+                "were formed"
+            )
         self.epoch, self.last_step_id = request.epoch, 0
+
+    def leave_epoch(self) -> None:
+        """From now on it is in none, also where its groups are just being formed; the rank itself
+        has to be told with `leave_group`."""
+        self.epoch = 0
+        self._times_left += 1
 
     async def load(
         self,

@@ -21,6 +21,7 @@ from services.errors import (
     PipelineUnavailable,
     StageFailed,
 )
+from services.rpc.edge import write
 from stage_worker import ipc
 from stage_worker.answers import Answers
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
@@ -75,6 +76,8 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self._answers: Answers | None = None
         self._error: step_pb2.StageError | None = None
         self._epoch = 0
+        self._times_left = 0
+        """How often it has left an epoch: groups whose forming began before are none of it."""
 
     @property
     def epoch(self) -> int:
@@ -180,9 +183,15 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self._refuse_old(request.epoch)
         self._end_stream()
         self._error = None
+        times_left = self._times_left
         async with asyncio.TaskGroup() as tasks:
             for rank in await self._ranks_or_refuse():
                 tasks.create_task(rank.process.form_group(request))
+        if self._times_left != times_left:
+            raise StageFailed(
+                f"this stage worker has left the epoch before its groups, of {request.epoch}, were "
+                "formed"
+            )
         self._epoch = request.epoch
         return stage_worker_pb2.FormGroupResponse(epoch=request.epoch)
 
@@ -210,10 +219,10 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
                 changed.clear()
                 while progress:
                     _, event = progress.popitem()
-                    await context.write(stage_worker_pb2.LoadResponse(progress=event))
+                    await write(context, stage_worker_pb2.LoadResponse(progress=event))
         self._plan_fingerprint = request.plan.fingerprint
         for load in loads:
-            await context.write(stage_worker_pb2.LoadResponse(report=load.result()))
+            await write(context, stage_worker_pb2.LoadResponse(report=load.result()))
 
     async def Execute(
         self,
@@ -231,7 +240,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
                 "ends it"
             )
         if self._error is not None:
-            await context.write(stage_worker_pb2.ExecuteResponse(error=self._error))
+            await write(context, stage_worker_pb2.ExecuteResponse(error=self._error))
             return
         answers = self._answers = Answers()
         try:
@@ -239,7 +248,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
                 forward = tasks.create_task(self._forward(request_iterator, ranks, answers))
                 forward.add_done_callback(lambda _: answers.close())
                 async for response in answers:
-                    await context.write(response)
+                    await write(context, response)
                     if response.WhichOneof("event") == "error":
                         break
                 forward.cancel()
@@ -302,9 +311,10 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         they can, so that none of them waits for a neighbour, and keep their weights."""
         self._end_stream()
         self._error = None
+        self._times_left += 1
         for rank in self.ranks:
             # From now on in none: what would still come for the old one is refused, and not lost.
-            rank.process.epoch = 0
+            rank.process.leave_epoch()
         async with asyncio.TaskGroup() as tasks:
             for rank in self.ranks:
                 tasks.create_task(rank.leave_group())

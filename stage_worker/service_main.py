@@ -110,7 +110,7 @@ def _check_addresses(config: StageWorkerConfig) -> None:
 async def _serve(config: StageWorkerConfig, fingerprint: topology_pb2.Fingerprint) -> None:
     device, num_devices = resolve_device(config.device, config.cpu_devices)
     worker = StageWorker(waits_for_head=config.wait_for_head)
-    server = RpcServer([SERVICE_NAME], max_concurrent_rpcs=MAX_WORKER_RPCS)
+    server = RpcServer([SERVICE_NAME], max_calls=MAX_WORKER_RPCS)
     try:
         add_to_server(worker, server.grpc_server)
         await _run_worker(config, fingerprint, worker, server, (device, num_devices))

@@ -15,8 +15,12 @@ MAX_BODY_BYTES = INFERENCE_MAX_REQUEST_BYTES
 """HTTP body, counted while it is read; the same as one gRPC request message."""
 
 MAX_CONNECTIONS = 4096
-"""HTTP connections that are open at a time, or 256 less than the process's open files where that
+"""HTTP connections that are open at a time, or 512 less than the process's open files where that
 is less; the next one gets 429 and is closed. With TLS they count from the end of the handshake."""
+
+MAX_TLS_HANDSHAKES = 256
+"""TLS handshakes of HTTP connections at a time. The next connection waits for one to end, or
+takes the place of one that has lasted a second, of the address that has most of them."""
 
 HEAD_TIMEOUT_SECONDS = 20.0
 """From the start of a connection, or of a request on it, until the request's head is there; then
@@ -30,8 +34,8 @@ BODY_TIMEOUT_SECONDS = 30.0
 """A body that has not arrived by then is given up, so that slow senders hold nothing."""
 
 SPARE_RPCS = 1024
-"""gRPC calls at a time beyond the generations that may run and wait: health, tokenizing. The
-next call is refused unread."""
+"""gRPC calls that are answered at a time beyond the generations that may run and wait:
+tokenizing, and answers that are still to be taken."""
 
 MAX_PENDING_TOKENIZATIONS = 64
 """Long texts that wait for the tokenizer's thread; each may be a whole body."""

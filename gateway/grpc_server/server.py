@@ -26,7 +26,7 @@ def create_inference_server(
         [SERVICE_NAME],
         limits=INFERENCE_SERVER_LIMITS,
         interceptors=[ApiKeyInterceptor(keys or ApiKeys(), SERVICE_NAME)],
-        max_concurrent_rpcs=frontend.max_requests + limits.SPARE_RPCS,
+        max_calls=frontend.max_requests + limits.SPARE_RPCS,
         is_serving=lambda: frontend.engine.ready,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(

@@ -13,7 +13,7 @@ from gateway.rest.errors import error_body
 from services.errors import InvalidRequest, Saturated, StagemeshError
 
 _RESERVED_FILES = 256
-"""Of the process's open files, for everything but connections of this door."""
+"""Of the process's open files, for everything but this door."""
 
 
 def most_connections() -> int:
@@ -21,14 +21,15 @@ def most_connections() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.MAX_CONNECTIONS
-    return max(1, min(limits.MAX_CONNECTIONS, soft - _RESERVED_FILES))
+    reserved = _RESERVED_FILES + limits.MAX_TLS_HANDSHAKES
+    return max(1, min(limits.MAX_CONNECTIONS, soft - reserved))
 
 
 class Protocol(HttpToolsProtocol):
     """One connection. Ends it where a request's head does not come in time or is too large (431);
     with too many open already, answers 429 and closes.
 
-    With TLS all this begins after the handshake, which `RestServer` bounds.
+    With TLS all this begins after the handshake, which `TlsListener` bounds.
     """
 
     _head_timer: asyncio.TimerHandle | None = None

@@ -12,11 +12,12 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway.frontend import limits
+from gateway.rest.handshakes import TlsListener
 from gateway.rest.protocol import Protocol
 from services.errors import ConfigError
 from services.rpc import settings
@@ -34,29 +35,33 @@ CANCELLED_TASKS_SECONDS = 1.0
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without uvicorn's own signals, and without its ten wake-ups a second; with a deadline for
-    TLS handshakes."""
+    """Without uvicorn's own signals, and without its ten wake-ups a second; with bounds for TLS
+    handshakes."""
 
-    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+    def __init__(
+        self, config: uvicorn.Config, stop: asyncio.Event, tasks: asyncio.TaskGroup
+    ) -> None:
         super().__init__(config)
         self._stop = stop
+        self._tasks = tasks
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn's own leaves a handshake asyncio's minute, during which nothing else of ours
-        # bounds the connection.
-        config, tls = self.config, self.config.ssl
+        # uvicorn's own leaves a handshake asyncio's minute, and takes any number of them, during
+        # which nothing else of ours bounds the connection.
         await self.lifespan.startup()
-        self.servers = [
-            await asyncio.get_running_loop().create_server(
-                lambda: Protocol(config, self.server_state, self.lifespan.state),
-                sock=listener,
-                ssl=tls,
-                backlog=config.backlog,
-                ssl_handshake_timeout=None if tls is None else limits.HEAD_TIMEOUT_SECONDS,
-            )
-            for listener in sockets or ()
-        ]
+        self.servers = [await self._serve_on(listener) for listener in sockets or ()]
         self.started = True
+
+    async def _serve_on(self, listener: socket.socket) -> Any:
+        config = self.config
+
+        def make_protocol() -> Protocol:
+            return Protocol(config, self.server_state, self.lifespan.state)
+
+        if config.ssl is not None:
+            return TlsListener(listener, config.ssl, make_protocol, self._tasks)
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(make_protocol, sock=listener, backlog=config.backlog)
 
     async def main_loop(self) -> None:
         # Tick 0 renews the Date header, and says whether it is time to go.
@@ -115,28 +120,30 @@ class RestServer:
         for the grace and cancels the rest. Cancelling this coroutine closes at once."""
         if self._socket is None:
             raise ConfigError("the REST server was started before it was bound")
-        server = _Uvicorn(
-            uvicorn.Config(
-                self._app,
-                http=Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(1, round(grace_seconds)),
-            ),
-            stop,
-        )
-        server.config.load()
-        server.config.ssl = self._tls
         listener, self._socket = self._socket, None
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            listener.close()
-            await _end_requests(server)
+        async with asyncio.TaskGroup() as tasks:
+            server = _Uvicorn(
+                uvicorn.Config(
+                    self._app,
+                    http=Protocol,
+                    ws="none",
+                    lifespan="off",
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                    timeout_graceful_shutdown=max(1, round(grace_seconds)),
+                ),
+                stop,
+                tasks,
+            )
+            server.config.load()
+            server.config.ssl = self._tls
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                listener.close()
+                await _end_requests(server)
 
     def close(self) -> None:
         """Gives the port back where `run` was never called."""

@@ -16,7 +16,7 @@ CONTROL_MAX_REQUEST_BYTES = MAX_ECHO_BYTES + (64 << 10)
 """The largest that is sent back, and room for the message around it and for the reason why one
 that is slightly larger is not."""
 MAX_CONTROL_RPCS = 128
-"""Calls of every kind. Each lasts milliseconds, and workers who are refused try again."""
+"""Calls of workers and doctors. Each lasts milliseconds, and workers who are refused try again."""
 MAX_DOCTOR_CALLS = 16
 """Of these, calls of doctors: they are the large and the slow ones."""
 
@@ -26,7 +26,7 @@ def control_server(servicer: control_pb2_grpc.ControlServiceServicer) -> RpcServ
     server = RpcServer(
         [CONTROL_SERVICE],
         limits=MessageLimits(receive_bytes=CONTROL_MAX_REQUEST_BYTES),
-        max_concurrent_rpcs=MAX_CONTROL_RPCS,
+        max_calls=MAX_CONTROL_RPCS,
     )
     control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server.grpc_server)
     return server

@@ -8,11 +8,6 @@ the class, metadata "param") and, where a retry makes sense, a `RetryInfo`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -31,17 +26,11 @@ from services.errors import (
     Saturated,
     StagemeshError,
     all_errors,
-    failure_of,
 )
-from services.rpc import settings
-
-logger = logging.getLogger(__name__)
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 DEFAULT_RETRY_SECONDS = 1.0
 """Told to the caller of a retryable error that names no time of its own."""
-
-CallerCheck = Callable[[str, Mapping[str, Iterable[bytes]]], None]
 
 _CLASS_BY_CODE: dict[grpc.StatusCode, type[StagemeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -142,7 +131,7 @@ async def abort(context: grpc.aio.ServicerContext, error: StagemeshError) -> Non
     """Ends the call with the error; raises gRPC's own `AbortError`.
 
     To a caller that does not read, the error comes behind what it has not read, and this waits
-    for it as long as the caller stays.
+    for it as long as the connection stays (`services.rpc.calls` ends it).
     """
     try:
         await context.abort(
@@ -153,139 +142,3 @@ async def abort(context: grpc.aio.ServicerContext, error: StagemeshError) -> Non
     except grpc.aio.InternalError:
         # It has left meanwhile, which ends a call as if it had been cancelled.
         raise asyncio.CancelledError from None
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """The edge of every service: errors of the tree go to the caller as they are,
-    anything else becomes INTERNAL with a log line. Cancellation passes through.
-
-    Handlers that are async generators are closed when their caller goes away,
-    before the call is over, so that what they hold is freed at once.
-    """
-
-    def __init__(self) -> None:
-        self.check_caller: CallerCheck | None = None
-        """Raises an error of the tree for a caller who may not call the method; called with
-        the full method name and gRPC's authentication context, before a request is read."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        try:
-            handler = await continuation(handler_call_details)
-        except StagemeshError as error:
-            logger.info("%s refused: %s", handler_call_details.method, error.message)
-            return _refusal(error)
-        if handler is None:
-            return None
-        method: str = handler_call_details.method
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        # gRPC answers UNKNOWN, with a trace in our log, to a request that is no message: so a
-        # single one is parsed inside the guard. Streams parse their own.
-        parse = handler.request_deserializer or bytes
-        single = {"response_serializer": handler.response_serializer}
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(
-                _guard(handler.unary_unary, method, self.check_caller, parse), **single
-            )
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(
-                _guard(handler.unary_stream, method, self.check_caller, parse), **single
-            )
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(
-                _guard(handler.stream_unary, method, self.check_caller), **codecs
-            )
-        return grpc.stream_stream_rpc_method_handler(
-            _guard(handler.stream_stream, method, self.check_caller), **codecs
-        )
-
-
-def _refusal(error: StagemeshError) -> grpc.RpcMethodHandler:
-    """Answers a call with an error, whatever kind of method it asked for."""
-
-    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
-        await abort(context, error)
-
-    return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _parsed(raw: bytes, parse: Callable[[bytes], Any], method: str) -> Any:
-    try:
-        return parse(raw)
-    except DecodeError:
-        raise InvalidRequest(
-            f"the request of {method} ({len(raw)} bytes) is no message of its type; check that "
-            "client and service have the same protos"
-        ) from None
-
-
-async def _write(context: grpc.aio.ServicerContext, response: Any) -> None:
-    """Waits for the caller to make room, up to a deadline: what the handler holds for it is
-    others' to use."""
-    try:
-        async with asyncio.timeout(settings.SLOW_READER_SECONDS):
-            await context.write(response)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the caller has not read its stream for {settings.SLOW_READER_SECONDS:g} s"
-        ) from None
-
-
-def _guard(
-    handler: Callable[..., Any],
-    method: str,
-    check_caller: CallerCheck | None,
-    parse: Callable[[bytes], Any] | None = None,
-) -> Callable[..., Awaitable[Any]]:
-    """`parse` makes the request from its bytes; None takes it as it comes."""
-
-    async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        if check_caller is not None:
-            try:
-                check_caller(method, context.auth_context())
-            except StagemeshError as error:
-                logger.warning("refused %s: %s", context.peer(), error.message)
-                raise
-        if parse is not None:
-            request = _parsed(request, parse, method)
-        if not inspect.isasyncgenfunction(handler):
-            return await handler(request, context)
-        async with contextlib.aclosing(handler(request, context)) as responses:
-            async for response in responses:
-                await _write(context, response)
-        return None
-
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            return await run(request, context)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except StagemeshError as error:
-            await abort(context, error)
-        except Exception as error:
-            unimplemented = grpc.StatusCode.UNIMPLEMENTED
-            if isinstance(error, NotImplementedError) and context.code() is unimplemented:
-                # What generated code does for a method that nobody has written; no fault of ours.
-                await context.abort(unimplemented, f"{method} is not implemented here")
-            # A task group of the handler wraps the error of its task.
-            known = failure_of(error)
-            if known is not None:
-                await abort(context, known)
-                return None
-            # The edge: the caller gets the kind of the fault, the log its trace.
-            logger.exception("%s failed", method)
-            await abort(
-                context,
-                StagemeshError(
-                    f"{method} failed inside the service ({type(error).__name__}); its log has more"
-                ),
-            )
-        return None
-
-    return guarded

@@ -12,10 +12,10 @@ from grpc_reflection.v1alpha import reflection
 from services.errors import ConfigError
 from services.ranges import MAX_PORT
 from services.rpc.addresses import host_flag, join_host_port, resolve
-from services.rpc.errors import ErrorInterceptor
+from services.rpc.edge import Edge
 from services.rpc.health import Health
 from services.rpc.roles import check_role
-from services.rpc.settings import MessageLimits, server_options
+from services.rpc.settings import MAX_CALLS, MessageLimits, server_options
 from services.rpc.tls import server_credentials
 from services.rpc.tls_files import TlsFiles
 
@@ -66,19 +66,21 @@ class RpcServer:
         *,
         limits: MessageLimits | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        max_concurrent_rpcs: int | None = None,
+        max_calls: int = MAX_CALLS,
         is_serving: Callable[[], bool] = lambda: True,
     ) -> None:
         """`service_names` are full names ("stagemesh.v1.ControlService"), for health and
         reflection. Interceptors run inside the error edge: they may raise the error tree's
-        classes. Calls above `max_concurrent_rpcs` are refused with RESOURCE_EXHAUSTED.
+        classes. So many calls as `max_calls` are answered at a time (`services.rpc.calls`), more
+        are refused with `Saturated`; health and reflection are not counted with them.
         `is_serving` is what health says while the server runs."""
         self.service_names = tuple(service_names)
-        self._edge = ErrorInterceptor()
+        self._edge = Edge(max_calls)
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
             interceptors=[self._edge, *interceptors],
-            options=server_options(limits or MessageLimits()),
-            maximum_concurrent_rpcs=max_concurrent_rpcs,
+            # gRPC's own limit counts calls that have sent nothing, and those whose caller takes
+            # no answer; ours is the edge's.
+            options=server_options(limits or MessageLimits(), max_calls),
         )
         self._health = Health(self.service_names, is_serving)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
@@ -102,5 +104,5 @@ class RpcServer:
 
     async def stop(self, *, grace_seconds: float) -> None:
         """Refuses new calls at once, lets running ones go on for the grace, then cancels them."""
-        await self._health.enter_graceful_shutdown()
+        self._health.leave()
         await self.grpc_server.stop(grace_seconds)

@@ -27,14 +27,27 @@ HANDSHAKE_TIMEOUT_SECONDS = 20.0
 """A connection on which TLS and HTTP/2 have not been agreed upon by then is closed (gRPC's own
 default is 120 s), so that who only connects holds nothing for long."""
 
+REQUEST_TIMEOUT_SECONDS = 30.0
+"""From the start of a call until its one message must be there; as for the body of a REST
+request."""
+
+MAX_CALLS = 256
+"""Calls that a server answers at a time, where it sets no limit of its own."""
+
+MAX_PROBE_CALLS = 64
+"""Calls of health and reflection at a time, watches among them: beside a server's own calls."""
+
 MIN_PING_INTERVAL_SECONDS = 5.0
 """A client that pings faster than this is disconnected."""
 
 INITIAL_RECONNECT_SECONDS = 0.1
 MAX_RECONNECT_SECONDS = 1.0
 """A restarted peer is found again within this time (gRPC's own default is 120 s)."""
+
 SLOW_READER_SECONDS = 60.0
-"""A client that takes nothing of its answer for so long is cut off, on REST and gRPC alike."""
+"""A client that takes nothing of its answer for so long is cut off, on REST and gRPC alike. One
+that does not take the end of a gRPC call either, for as long again, loses its connection."""
+
 CONNECT_TIMEOUT_SECONDS = 3.0
 """For one attempt to connect; a machine that starts many processes at once takes a second.
 An attempt that is refused does not wait for it."""
@@ -57,9 +70,11 @@ def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
 
 
-def server_options(limits: MessageLimits) -> list[tuple[str, int]]:
-    """Channel arguments of a server."""
+def server_options(limits: MessageLimits, max_calls: int) -> list[tuple[str, int]]:
+    """Channel arguments of a server that answers so many calls at a time."""
     return [
+        # Of one connection: as many as are answered, and as many that wait for a message.
+        ("grpc.max_concurrent_streams", 2 * max_calls + MAX_PROBE_CALLS),
         # Two servers on one port would share its connections in silence.
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_TIMEOUT_SECONDS)),

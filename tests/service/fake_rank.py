@@ -49,6 +49,8 @@ class Rank:
             command = rank_pb2.RankCommand.FromString(data)
             match command.WhichOneof("command"):
                 case "form_group":
+                    if "form-slow" in self._mode:
+                        time.sleep(SLOW_SECONDS)
                     epoch = stage_worker_pb2.FormGroupResponse(epoch=command.form_group.epoch)
                     self.emit(rank_pb2.RankEvent(group_formed=epoch))
                 case "leave_group":

@@ -15,7 +15,7 @@ from front_doors import MESH, FakeGateway, Rest
 
 from gateway.door_security import DoorSecurity, door_security
 from gateway.frontend import limits
-from gateway.rest import protocol
+from gateway.rest import handshakes, protocol
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
 from services.api_keys import add_key, revoke_key
@@ -93,6 +93,45 @@ async def test_a_handshake_that_never_ends_is_given_up(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert await asyncio.wait_for(reader.read(), 2) == b""
         writer.close()
+
+
+async def test_handshakes_that_are_not_gone_on_with_make_room(
+    gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_TLS_HANDSHAKES", 4)
+    monkeypatch.setattr(handshakes, "PATIENCE_SECONDS", 0.3)
+    pki = Pki(tmp_path)
+    files = pki.files(Role.GATEWAY)
+    config = ServeConfig(
+        model="m", ssl_certfile=str(files.certificate), ssl_keyfile=str(files.private_key)
+    )
+    trust = ssl.create_default_context(cafile=pki.files(Role.CLIENT).ca)
+    loop = asyncio.get_running_loop()
+    async with door(gateway, door_security(config)) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        started = loop.time()
+        async with httpx.AsyncClient(verify=trust, timeout=5) as http:
+            for _ in range(3):
+                assert (await http.get(f"https://127.0.0.1:{port}{PATH}")).status_code == 200
+        assert 0.2 < loop.time() - started < 2
+        # Two for those who came after the fourth, one for the client.
+        for reader, _ in silent[:3]:
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+        for reader, writer in silent[3:]:
+            assert not reader.at_eof()
+            writer.close()
+
+        # A burst of honest ones is not cut.
+        async def get() -> int:
+            async with httpx.AsyncClient(verify=trust, timeout=5) as http:
+                return (await http.get(f"https://127.0.0.1:{port}{PATH}")).status_code
+
+        assert await asyncio.gather(*(get() for _ in range(20))) == [200] * 20
+        # What still shakes hands does not hold up the end.
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _, each in silent[:3]:
+        each.close()
+    writer.close()
 
 
 def test_files_of_tls_that_cannot_be_used_are_named(tmp_path: Path) -> None:

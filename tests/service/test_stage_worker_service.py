@@ -201,6 +201,24 @@ async def test_without_a_head_a_rank_leaves_its_epoch_and_stays() -> None:
         assert await running.pid() == pid
 
 
+async def test_groups_that_are_formed_while_the_worker_leaves_are_no_epoch() -> None:
+    """The old head's order is on its way in the rank when the worker turns to another."""
+    async with stage("form-slow", waits_for_head=True) as running:
+        await running.form_group(3)
+        forming = asyncio.create_task(running.form_group(4))
+        await until(lambda: running.rank.process._calls.has("form_group"), "the order")
+        await running.worker.leave_epoch()
+        with pytest.raises(grpc.aio.AioRpcError, match="has left the epoch"):
+            await forming
+        assert running.worker.epoch == 3
+        with pytest.raises(grpc.aio.AioRpcError, match="or has left them"):
+            await running.load()
+        # The new head takes the next number.
+        await running.reset(4)
+        await running.form_group(4)
+        await running.load()
+
+
 async def test_drain_lets_queued_steps_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """S4: the time is the request's, not the 2 s of a stop."""
     monkeypatch.setattr(service, "STOP_TIMEOUT_SECONDS", 0.1)

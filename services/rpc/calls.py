@@ -1,0 +1,105 @@
+"""What calls may hold of one server, in each part of their life.
+
+A call waits for its message, bounded in time and, by a `Room`, in number. Only then, and only
+where its caller may make it, is it one of the calls that are answered; beyond their number it is
+refused. It stays one until its caller has taken the end of it, which is bounded in time.
+Probes have a room of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+
+from services.errors import DeadlineExceeded, InvalidRequest, Saturated
+from services.rpc import settings
+from services.rpc.peers import close_connection, group_of
+from services.rpc.places import Place
+from services.rpc.rooms import Room
+
+log = logging.getLogger(__name__)
+
+_PROBES = ("/grpc.health.", "/grpc.reflection.")
+"""Methods of every server beside its own. Watches stay as long as they like."""
+
+
+def is_probe(method: str) -> bool:
+    """Whether it asks how a server is, and takes no place of the server's own calls."""
+    return method.startswith(_PROBES)
+
+
+class Calls:
+    """One for each server, used inside its event loop."""
+
+    def __init__(self, most: int) -> None:
+        """`most` calls are answered at a time, and as many wait for their message."""
+        self._most = most
+        self._answered = 0
+        self._waiting = Room(most)
+        self._probes = Room(settings.MAX_PROBE_CALLS)
+
+    async def message_of(self, context: grpc.aio.ServicerContext, method: str) -> bytes:
+        """The one message of a call, as bytes. Raises `DeadlineExceeded` where it does not come,
+        `Saturated` where newer calls need the place, `InvalidRequest` where the caller ends
+        without one."""
+        seconds = settings.REQUEST_TIMEOUT_SECONDS
+        place = _place(self._waiting, context)
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    message = await place.holding(context.read())
+            finally:
+                place.leave()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{method}: no message came within {seconds:g} s of the call"
+            ) from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequest(f"{method} was called without a message")
+        return bytes(message)
+
+    async def answer(
+        self, context: grpc.aio.ServicerContext, method: str, answering: Coroutine[Any, Any, None]
+    ) -> None:
+        """Runs the handler of a call. Raises `Saturated` where as many are answered as may be,
+        for a probe where newer ones need the place."""
+        if is_probe(method):
+            place = _place(self._probes, context)
+            context.add_done_callback(lambda _: place.leave())
+            await place.holding(answering)
+            return
+        if self._answered >= self._most:
+            answering.close()
+            raise Saturated(f"{self._most} calls are being answered here; try again in a moment")
+        self._answered += 1
+        context.add_done_callback(self._over)
+        await answering
+
+    def _over(self, _: grpc.aio.ServicerContext) -> None:
+        self._answered -= 1
+
+    def ends(self, context: grpc.aio.ServicerContext) -> None:
+        """The handler is done; what it has written, and the status behind it, is gRPC's to send.
+
+        A caller who does not take it loses the connection after a while: a call cannot be ended
+        past what its caller has not read.
+        """
+        timer = asyncio.get_running_loop().call_later(
+            settings.SLOW_READER_SECONDS, _close_connection, context.peer()
+        )
+        context.add_done_callback(lambda _: timer.cancel())
+
+
+def _place(room: Room, context: grpc.aio.ServicerContext) -> Place:
+    peer = context.peer()
+    return Place(room, group_of(peer), lambda: _close_connection(peer))
+
+
+def _close_connection(peer: str) -> None:
+    log.warning("%s does not take the end of its call; its connection is closed", peer)
+    if not close_connection(peer):
+        log.warning("the connection of %s cannot be closed from here", peer)
