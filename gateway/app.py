@@ -171,12 +171,14 @@ class Gateway:
             MeasuringObserver(self._metrics, trace),
             config.join_timeout_seconds,
             RecoveryLimits(config.max_recovery_attempts, config.recovery_timeout_seconds),
+            config.standby_stages,
         )
         self._control.tell_of(self._mesh, Path(plan.stage_plan.model_path))
         self._metrics.watch_engine(self._mesh.stats)
         self._metrics.stages.watch_memory(self._mesh.stage_memory)
         self._metrics.stages.watch_progress(self._stalls)
         self._metrics.recovery.watch_epochs(self._mesh.epochs)
+        self._metrics.recovery.watch_standby(self._mesh.spares)
         self._frontend = Frontend(
             self._mesh,
             assets,
@@ -314,14 +316,15 @@ class Gateway:
         ended = await launcher.watch(self._goes_on)
         if self._stopping:
             return
-        stage = ended.placement.pp_rank
-        self._mesh.fail(f"the worker process of stage {stage} {ended.how}; its log lines say why")
+        self._mesh.fail(f"{ended.name} {ended.how}; its log lines say why")
 
     def _goes_on(self, ended: WorkerExit) -> bool:
         if self._stopping:
             return False
         how = f"its process {ended.how}"
-        return self._mesh.worker_ended(ended.placement.node_rank, ended.pid, how)
+        # A spare that could not join is told why by its head, and would be told the same again.
+        goes_on = self._mesh.worker_ended(ended.node_rank, ended.pid, how)
+        return goes_on or (ended.is_spare and ended.had_joined)
 
     async def _stop_on_request(self, stop: _StopRequest) -> None:
         await stop.asked.wait()

@@ -18,12 +18,13 @@ from gateway.engine.engine import MeshEngine
 from gateway.engine.router import ReplicaRouter
 from gateway.engine.types import ChoiceDelta, EngineStats, GenerationRequest
 from gateway.fit import check_reported_memory
-from gateway.mesh_view import MeshView, mesh_view
+from gateway.mesh_view import MeshView, mesh_view, standby_view
 from gateway.observer import MeshObserver
 from gateway.pipeline.bring_up import LoadedMesh
 from gateway.pipeline.mesh_pipeline import WORKER_LOST, MeshPipeline
 from gateway.recovery import RecoveryLimits, epochs_above
 from gateway.replica import Replica, ReplicaHooks, ReplicaState
+from gateway.standby import Standby
 from services.control.membership import Member
 from services.control.progress import StageProgress
 from services.control.service import ControlService
@@ -48,13 +49,21 @@ class Mesh:
         observer: MeshObserver,
         join_timeout_seconds: float,
         recovery: RecoveryLimits,
+        standby_stages: tuple[int, ...] = (),
     ) -> None:
+        """`standby_stages` are those whose weights spares hold in advance."""
         self._plan = plan
         self._control = control
         self._make_engine = make_engine
         self._observer = observer
         self._join_timeout_seconds = join_timeout_seconds
         self._recovery = recovery
+        self._standby = Standby(
+            control,
+            plan.stage_plan,
+            plan.placements_of_stages(standby_stages),
+            observer.on_taken_over,
+        )
         epochs = epochs_above(lambda: control.membership.last_epoch)
         self._replicas = [
             self._new_replica(dp_rank, epochs) for dp_rank in range(plan.shape.dp_size)
@@ -72,6 +81,7 @@ class Mesh:
             partial(self._observer.on_stage_step, dp_rank),
             partial(self._observer.on_step, dp_rank),
             partial(self._observer.on_recovered, dp_rank),
+            self._standby,
         )
         return Replica(self._plan, dp_rank, self._control, hooks, self._recovery)
 
@@ -128,6 +138,10 @@ class Mesh:
         """(replica, present epoch)."""
         return ((replica.dp_rank, replica.epoch) for replica in self._replicas)
 
+    def spares(self) -> Iterator[tuple[str, int]]:
+        """(state, spares in it)."""
+        return self._standby.states()
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """See `Engine.generate`. Raises `PipelineUnavailable` with what is missing."""
         if not self.ready_event.is_set():
@@ -155,6 +169,7 @@ class Mesh:
                 await self._bring_up()
                 for replica in self._replicas:
                     tasks.create_task(replica.run())
+                tasks.create_task(self._standby.run())
                 self.ready_event.set()
         finally:
             self._why_not_ready = self._why_not_ready or "the mesh is going down"
@@ -189,6 +204,10 @@ class Mesh:
 
     def worker_ended(self, node_rank: int, pid: int, how: str) -> bool:
         """The launcher says that a worker has ended. Returns whether another takes its place."""
+        for spare in self._control.membership.spares:
+            if (spare.node_rank, spare.pid) == (node_rank, pid):
+                self._control.membership.forget(spare.worker_id)
+                return True
         if not self._recovery.recovers or not self.ready_event.is_set():
             return False
         for member in self._control.membership.members:
@@ -230,6 +249,7 @@ class Mesh:
         async with asyncio.TaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.dismiss_workers())
+            tasks.create_task(self._standby.dismiss())
 
     async def close(self) -> None:
         """Closes the channels to the workers. No call may follow."""
@@ -248,5 +268,8 @@ class Mesh:
 
     def view(self) -> MeshView:
         """What `/v1/mesh` shows."""
-        members = self._control.membership.members
-        return mesh_view(self._plan, members, self._replicas, self.progress())
+        membership = self._control.membership
+        return {
+            **mesh_view(self._plan, membership.members, self._replicas, self.progress()),
+            "standby": standby_view(membership.spares, asyncio.get_running_loop().time()),
+        }

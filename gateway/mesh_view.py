@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from gateway.replica import Replica
-from services.control.membership import Member
+from gateway.standby import state_of
+from services.control.member import Member, Spare
 from services.control.progress import StageProgress
 from services.mesh_plan import MeshPlan
 from services.topology.placement import StagePlacement
@@ -18,6 +19,8 @@ _STATE_NAMES = {
     stage_worker_pb2.COMPONENT_STATE_READY: "ready",
     stage_worker_pb2.COMPONENT_STATE_DRAINING: "draining",
     stage_worker_pb2.COMPONENT_STATE_FAILED: "failed",
+    # Of a spare that has just taken over, until it is heard of again.
+    stage_worker_pb2.COMPONENT_STATE_STANDBY: "starting",
 }
 MISSING = "missing"
 _SEVERITY = ("ready", "loading", "starting", MISSING, "draining", "failed")
@@ -63,8 +66,19 @@ class ReplicaView(TypedDict):
     """What it waits for; empty while it serves."""
 
 
-class MeshView(TypedDict):
-    """The whole mesh."""
+class SpareView(TypedDict):
+    """One spare worker."""
+
+    node: str
+    state: str
+    """"ready", "loading", "starting" or "silent"."""
+    holds_stage: int | None
+    """The stage whose weights it holds."""
+    ranks: list[RankView]
+
+
+class StagesView(TypedDict):
+    """The planned mesh."""
 
     epoch: int
     """The latest of any replica."""
@@ -72,12 +86,31 @@ class MeshView(TypedDict):
     stages: list[StageView]
 
 
+class MeshView(StagesView):
+    """The whole mesh."""
+
+    standby: list[SpareView]
+
+
+def standby_view(spares: Sequence[Spare], now: float) -> list[SpareView]:
+    """Every spare, with what it last said of its ranks."""
+    return [
+        {
+            "node": spare.node,
+            "state": state_of(spare, now),
+            "holds_stage": spare.status.holds.pp_rank if spare.status.HasField("holds") else None,
+            "ranks": _ranks(spare.status),
+        }
+        for spare in spares
+    ]
+
+
 def mesh_view(
     plan: MeshPlan,
     members: Sequence[Member],
     replicas: Sequence[Replica],
     progress: Sequence[StageProgress],
-) -> MeshView:
+) -> StagesView:
     """Every planned stage, joined or not, with what its workers last said of their ranks."""
     moved = {(stage.dp_rank, stage.pp_rank): stage for stage in progress}
     joined = {_place(member.placement): member for member in members}

@@ -37,6 +37,10 @@ class MeshObserver(Protocol):
         """A replica serves again, so long after a failure."""
         ...
 
+    def on_taken_over(self, replica: int) -> None:
+        """A spare has taken over a place of a replica."""
+        ...
+
 
 class MeasuringObserver:
     """`MeshObserver` that feeds the metrics and, where there is one, the trace."""
@@ -62,3 +66,7 @@ class MeasuringObserver:
     def on_recovered(self, replica: int, reason: str, seconds: float, replayed: int) -> None:
         """See `MeshObserver`."""
         self._metrics.recovery.observe(replica, reason, seconds, replayed)
+
+    def on_taken_over(self, replica: int) -> None:
+        """See `MeshObserver`."""
+        self._metrics.recovery.observe_takeover(replica)

@@ -4,9 +4,9 @@
                ^                                │
                └────────── a new epoch ─────────┘
 
-A recovery waits until every place is held again and every rank is started, forms the groups
-of a new epoch, and loads what is lost. The engine has kept every request meanwhile, and
-computes them again from its token logs.
+A recovery waits until every place is held again, by a spare where there is one, and every
+rank is started, forms the groups of a new epoch, and loads what is lost. The engine has kept
+every request meanwhile, and computes them again from its token logs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gateway.pipeline.bring_up import (
 from gateway.pipeline.mesh_pipeline import OTHER, MeshPipeline
 from gateway.pipeline.stage_client import StageClient
 from gateway.recovery import RecoveryLimits, Tripwire, pause_seconds
+from gateway.standby import Standby
 from services.control.membership import Member
 from services.control.service import ControlService
 from services.errors import (
@@ -68,6 +69,7 @@ class ReplicaHooks:
     on_stage_step: StageObserver
     on_step: StepObserver
     on_recovered: RecoveryObserver
+    standby: Standby
 
 
 class Replica:
@@ -297,7 +299,11 @@ class Replica:
 
     async def _bring_up_again(self) -> None:
         times = [time.monotonic()]
-        await self._control.present(self.dp_rank, self._is_waiting)
+        await self._hooks.standby.present(
+            self.dp_rank, self.epoch, self._stuck_workers, self._is_waiting
+        )
+        # Whoever has lost its place is another's to look after.
+        self._stuck_workers -= {spare.worker_id for spare in self._control.membership.spares}
         times.append(time.monotonic())
         await self.form_groups()
         times.append(time.monotonic())

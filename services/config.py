@@ -57,6 +57,10 @@ class ServeConfig:
     of a stage ends the mesh."""
     recovery_timeout_seconds: float = 120.0
     """How long a replica may take to serve again after a failure; then the mesh ends."""
+    standby: int = 0
+    """Spare stage workers that this node starts: each takes over a place that is lost."""
+    standby_stages: tuple[int, ...] = ()
+    """Stages whose weights a spare holds in advance, one spare for each entry."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     grpc_port: int = DEFAULT_GRPC_PORT
@@ -144,6 +148,8 @@ class StageWorkerConfig:
     join_timeout_seconds: float = 30.0
     wait_for_head: bool = False
     """Waits for the head without limit, at first and when it has gone: with its weights."""
+    standby: bool = False
+    """It is a spare: it takes over a place that is lost."""
     lifeline_fd: int | None = None
     """Read end of a pipe whose other end the launcher holds: when it closes, the worker leaves."""
     pulse_fd: int | None = None

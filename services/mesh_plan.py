@@ -6,6 +6,7 @@ Everything that can be refused before a process is started is refused here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from services.topology.placement import (
     NodeDevices,
     StagePlacement,
     check_devices,
+    check_spares,
     place,
     ranks_per_node,
 )
@@ -65,6 +67,12 @@ class MeshPlan:
     def placements_of(self, node_rank: int) -> tuple[StagePlacement, ...]:
         """The stage workers of one node."""
         return tuple(p for p in self.placements if p.node_rank == node_rank)
+
+    def placements_of_stages(self, stages: Iterable[int]) -> tuple[StagePlacement, ...]:
+        """The places of whole stages, of one replica: all have the same weights."""
+        return tuple(
+            p for stage in stages for p in self.placements if (p.dp_rank, p.pp_rank) == (0, stage)
+        )
 
     @property
     def demand(self) -> Demand:
@@ -229,5 +237,7 @@ def _place(config: ServeConfig, shape: MeshShape, own: NodeDevices) -> tuple[Sta
     share = ranks_per_node(shape, config.nnodes)
     where = f"node {own.node_rank} ({own.node})"
     check_devices(shape, share, own.device, own.num_devices, where)
+    spares = config.standby
+    check_spares(shape, config.nnodes, spares, own.device, own.num_devices, where)
     nodes = [NodeDevices(rank, f"node {rank}", own.device, share) for rank in range(config.nnodes)]
     return place(shape, nodes)

@@ -5,7 +5,8 @@
                                └──── let in again ─────────┘
 
 A head that is back, or another one in its place, finds ranks that hold their weights. It
-is told what they are: place, devices, plan and last epoch.
+is told what they are: place, devices, plan and last epoch. Where a spare has taken over the
+place meanwhile, the worker is a spare itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from services.control.client import ControlClient
 from services.errors import HeadLost, JoinRefused
 from stage_worker.service import StageWorker
-from stagemesh.v1 import control_pb2
+from stagemesh.v1 import control_pb2, topology_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
 
@@ -27,19 +28,26 @@ async def hold_place(
     request: control_pb2.JoinRequest,
     worker: StageWorker,
     on_joined: Callable[[control_pb2.JoinResponse], None],
+    on_place_lost: Callable[[], None],
     join_timeout_seconds: float | None,
 ) -> None:
     """Joins and stays until the head sends the worker away, which returns.
 
-    `on_joined` hears of the first join. Without `join_timeout_seconds` the worker waits for its
-    head: at first, and again when it is gone. Raises `JoinRefused`, and `HeadLost` where it
-    does not wait.
+    `on_joined` hears of the first join, `on_place_lost` when another has taken over the place.
+    Without `join_timeout_seconds` the worker waits for its head: at first, and again when it is
+    gone. Raises `JoinRefused`, and `HeadLost` where it does not wait.
     """
+
+    def on_lost(epoch: int) -> None:
+        if worker.standing.lose(epoch):
+            on_place_lost()
+
     joined = await control.join(request, join_timeout_seconds)
+    worker.standing.joined(joined.placement, standby=joined.standby)
     on_joined(joined)
     while True:
         try:
-            await control.heartbeats(joined, worker.status)
+            await control.heartbeats(joined, worker.status, on_lost)
         except HeadLost as lost:
             if join_timeout_seconds is not None:
                 raise
@@ -61,12 +69,21 @@ async def _join_again(
         joined = await control.join_again(_request_again(request, worker, held))
         # The head does the same, and must hear of this worker meanwhile.
         leaving.cancel()
-    if (joined.placement, joined.topology) != (held.placement, held.topology):
+    own, devices = worker.standing.placement, held.placement.device_indices
+    fits = joined.placement == own
+    if joined.standby:
+        fits = joined.placement.device_indices == devices
+    if not fits or joined.topology != held.topology:
         raise JoinRefused(
-            f"the head has another place for this worker ({_words(joined)}) than the one whose "
-            f"weights it holds ({_words(held)}); restart the worker"
+            f"the head has another place for this worker ({_words(joined.placement)}) than the "
+            f"one whose weights it holds ({_words(own or held.placement)}); restart the worker"
         )
-    log.info("joined again as stage %d, with its weights", joined.placement.pp_rank)
+    if joined.standby:
+        # Its ranks have left their groups already.
+        worker.standing.joined(joined.placement, standby=True)
+        log.info("joined again as a spare")
+    else:
+        log.info("joined again as stage %d, with its weights", joined.placement.pp_rank)
     return joined
 
 
@@ -75,7 +92,10 @@ def _request_again(
 ) -> control_pb2.JoinRequest:
     again = control_pb2.JoinRequest()
     again.CopyFrom(request)
-    again.wanted.CopyFrom(held.placement)
+    place = worker.standing.placement
+    again.standby = place is None
+    again.wanted.CopyFrom(held.placement if place is None else place)
+    again.took_over = worker.standing.took_over
     again.last_epoch = worker.epoch
     if worker.plan_fingerprint is not None:
         # More than the worker knew at first: all of the plan.
@@ -83,8 +103,7 @@ def _request_again(
     return again
 
 
-def _words(joined: control_pb2.JoinResponse) -> str:
-    place = joined.placement
+def _words(place: topology_pb2.Placement) -> str:
     tp_ranks = ", ".join(map(str, place.tp_ranks))
     devices = ", ".join(map(str, place.device_indices))
     return (

@@ -25,6 +25,7 @@ _REPLIES = {
     "form_group": "group_formed",
     "load": "loaded",
     "leave_group": "group_left",
+    "take_place": "place_taken",
 }
 """The event that answers each command."""
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from services.errors import ECHO_REASON, StageFailed, StagemeshError
+from services.telemetry.logging import setup_logging
 from services.topology.checkpoint import inspect_checkpoint, without_weights
 from services.topology.fingerprint import (
     build_fingerprint,
@@ -33,7 +34,7 @@ from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.plan_sizes import check_sizes
 from stage_worker.platforms import select_platform
-from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_arguments import RankArguments, RankPlace, process_name
 from stage_worker.references import ReturnedTokens
 from stage_worker.runner import PreparedStep, StageRunner
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
@@ -210,6 +211,8 @@ class RankLoop:
                     self._guard(self._load, item.load)
                 case "leave_group":
                     self._guard(self._leave_group, item.leave_group)
+                case "take_place":
+                    self._guard(self._take_place, item.take_place)
                 case "stop":
                     return
             # What is no step belongs to none of a step's phases.
@@ -246,7 +249,7 @@ class RankLoop:
                 error=step_pb2.StageError(
                     reason=reason,
                     message=str(error) if known else f"{type(error).__name__}: {error}",
-                    pp_rank=self._arguments.pp_rank,
+                    pp_rank=self._arguments.place.stage,
                     tp_rank=self._arguments.tp_rank,
                     epoch=self._epoch,
                     step_id=step_id,
@@ -267,6 +270,20 @@ class RankLoop:
         self._returned.clear()
         self._plane.leave()
         self._emit(rank_pb2.RankEvent(group_left=rank_pb2.GroupLeft()))
+
+    def _take_place(self, there: rank_pb2.TakePlace) -> None:
+        place = RankPlace(there.pp_rank, there.tp_rank)
+        if place.tp_rank != self._arguments.tp_rank:
+            # Other slices of every matrix: nothing of it is of use.
+            self._runner = None
+            self._tensor_parallel = TensorParallel(
+                place.tp_rank,
+                self._tensor_parallel.size,
+                timeout_seconds=self._arguments.step_timeout_seconds,
+            )
+        self._arguments = self._arguments.at(place)
+        setup_logging(process=process_name(place))
+        self._emit(rank_pb2.RankEvent(place_taken=rank_pb2.PlaceTaken()))
 
     def _form_group(self, request: stage_worker_pb2.FormGroupRequest) -> None:
         shape = shape_from_proto(request.topology)
@@ -294,6 +311,9 @@ class RankLoop:
         check_sizes(plan)
         self._compare(plan)
         if self._runner is None:
+            if not self._epoch:
+                # A spare, before its first groups.
+                self._tensor_parallel.size = plan.topology.tp_size
             self._runner = StageRunner(
                 plan,
                 self._arguments.tp_rank,

@@ -16,7 +16,7 @@ import time
 
 from services.launch.process import TIMER_SLACK_SECONDS, allow_late_timers, die_with_parent
 from services.telemetry.logging import setup_logging
-from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_arguments import RankArguments, process_name
 
 HEARTBEAT_SECONDS = 1.0
 EXIT_WORKER_GONE = 3
@@ -27,7 +27,7 @@ def main() -> None:
     arguments = RankArguments.parse(sys.argv[1:])
     die_with_parent(arguments.parent_pid)
     allow_late_timers(TIMER_SLACK_SECONDS)
-    setup_logging(process=f"stage-{arguments.pp_rank}/rank-{arguments.tp_rank}")
+    setup_logging(process=process_name(arguments.place))
     # Torch sizes its thread pool from this when it is imported, hence the late import.
     os.environ["OMP_NUM_THREADS"] = str(arguments.num_threads)
     from stage_worker.rank_loop import RankLoop

@@ -20,7 +20,7 @@ from services.errors import StageFailed
 from services.launch.process import child_environment, how_it_ended, kill
 from services.launch.silence import SilenceWatch
 from stage_worker import ipc, rank_calls
-from stage_worker.rank_arguments import RankArguments
+from stage_worker.rank_arguments import NO_STAGE, RankArguments, RankPlace
 from stage_worker.rank_calls import Call, OnProgress, RankCalls
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 
@@ -82,6 +82,11 @@ class RankProcess:
         """The rank's place in its TP group."""
         return self._arguments.tp_rank
 
+    @property
+    def has_loaded(self) -> bool:
+        """Whether it has come to a plan, and is there still."""
+        return self._has_loaded and not self.is_ending
+
     def status(self) -> stage_worker_pb2.RankStatus:
         """What the rank does, as far as this side knows; never waits."""
         hello = self._hello.result() if self._is_up() else None
@@ -94,6 +99,7 @@ class RankProcess:
             memory_peak_bytes=self._alive.memory_peak_bytes,
             phase=self._alive.phase,
             phase_seconds=self._alive.phase_seconds,
+            started=hello is not None and not self.is_ending,
         )
 
     @property
@@ -201,11 +207,13 @@ class RankProcess:
 
     def _error(self, reason: str, how: str) -> step_pb2.StageError:
         pid = self._process.pid if self._process else 0
-        rank = f"rank process {pid} (stage {self._arguments.pp_rank}, TP rank {self.tp_rank})"
+        place = self._arguments.place
+        where = "of a spare" if place.pp_rank == NO_STAGE else f"stage {place.pp_rank}"
+        rank = f"rank process {pid} ({where}, TP rank {self.tp_rank})"
         return step_pb2.StageError(
             reason=reason,
             message=f"{rank} {how}; its log lines say more",
-            pp_rank=self._arguments.pp_rank,
+            pp_rank=place.stage,
             tp_rank=self.tp_rank,
             epoch=self.epoch,
         )
@@ -256,6 +264,19 @@ class RankProcess:
         """Opens the epoch's store in the rank and returns its address. Raises `StageFailed`."""
         command = rank_pb2.RankCommand(open_store=request)
         return (await self._call(command, START_TIMEOUT_SECONDS)).store_opened.address
+
+    def starts_at(self, place: RankPlace) -> None:
+        """Before it is run: it stands elsewhere than its arguments say."""
+        self._arguments = self._arguments.at(place)
+
+    async def take_place(self, place: RankPlace) -> None:
+        """Tells the rank where it stands from now on. Raises `StageFailed`."""
+        if place == self._arguments.place:
+            return
+        there = rank_pb2.TakePlace(pp_rank=place.pp_rank, tp_rank=place.tp_rank)
+        await self._call(rank_pb2.RankCommand(take_place=there), LEAVE_TIMEOUT_SECONDS)
+        self._has_loaded = self._has_loaded and place.tp_rank == self.tp_rank
+        self._arguments = self._arguments.at(place)
 
     async def form_group(self, request: stage_worker_pb2.FormGroupRequest) -> None:
         """Lets the rank join the epoch's groups. Raises `StageFailed`."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from services.errors import StageFailed
 from services.launch.restarts import DEFAULT_LIMITS, RestartBudget, RestartLimits
+from stage_worker.rank_arguments import RankPlace
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
 
 log = logging.getLogger("stagemesh.stage_worker")
@@ -27,6 +28,7 @@ class RankSupervisor:
     ) -> None:
         """`start` makes a process that is yet to be run."""
         self._start = start
+        self._place: RankPlace | None = None
         self._budget = RestartBudget(limits)
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
@@ -49,6 +51,8 @@ class RankSupervisor:
                     f"{self._budget.used_up()}; the log lines above say why it ends"
                 )
             self.process = self._start()
+            if self._place is not None:
+                self.process.starts_at(self._place)
             self._changed.set()
             log.warning("a new process takes the place of TP rank %d", process.tp_rank)
             with contextlib.suppress(TimeoutError):
@@ -72,6 +76,12 @@ class RankSupervisor:
                 if not await process.leave_group():
                     process.replace("does not leave its groups, and is replaced")
         await self._started()
+
+    async def take_place(self, place: RankPlace) -> None:
+        """The rank stands there from now on, and so does every process after this one. Raises
+        `StageFailed` where the present one cannot be told."""
+        self._place = place
+        await self.process.take_place(place)
 
     async def leave_group(self) -> None:
         """Tells the rank to leave its groups; no harm comes to one that cannot now."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 
@@ -24,20 +25,13 @@ from services.errors import (
 from services.rpc.edge import write
 from stage_worker import ipc
 from stage_worker.answers import Answers
+from stage_worker.loading import load_ranks
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
 from stage_worker.rank_supervisor import RankSupervisor
+from stage_worker.standing import Standing, check_placement, rank_places
 from stagemesh.v1 import stage_worker_pb2, stage_worker_pb2_grpc, step_pb2, topology_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
-
-_SEVERITY = (
-    stage_worker_pb2.COMPONENT_STATE_READY,
-    stage_worker_pb2.COMPONENT_STATE_LOADING,
-    stage_worker_pb2.COMPONENT_STATE_STARTING,
-    stage_worker_pb2.COMPONENT_STATE_DRAINING,
-    stage_worker_pb2.COMPONENT_STATE_FAILED,
-)
-"""From best to worst: a worker is in the state of its worst rank."""
 
 MAX_DRAIN_SECONDS = 60.0
 MAX_WORKER_RPCS = 64
@@ -69,7 +63,8 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         self.leave = asyncio.Event()
         """Set when the worker has to go; the owner of the service waits for it."""
         self.placed = asyncio.Event()
-        """Set when `ranks` are those of the worker's place."""
+        """Set when `ranks` are those of the worker's place, or of a spare."""
+        self.standing = Standing()
         self.drain_seconds = 0.0
         self._waits_for_head = waits_for_head
         self._plan_fingerprint: topology_pb2.Fingerprint | None = None
@@ -132,6 +127,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     async def _ranks_of_epoch(self) -> list[RankProcess]:
         """The processes that are in the present epoch: all, or the call is refused."""
+        self._refuse_spare()
         processes = [rank.process for rank in await self._ranks_or_refuse()]
         for process in processes:
             if process.epoch != self._epoch and not process.is_ending:
@@ -155,14 +151,49 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         request: stage_worker_pb2.ResetRanksRequest,
         context: grpc.aio.ServicerContext,
     ) -> stage_worker_pb2.ResetRanksResponse:
-        """Brings every rank to where it can join an epoch's groups."""
+        """Brings every rank to where it can join an epoch's groups, at a place."""
+        if request.standby:
+            if self.standing.lose(request.epoch):
+                await self.become_spare(replace=request.replace)
+            return stage_worker_pb2.ResetRanksResponse()
         self._refuse_old(request.epoch)
+        ranks = await self._ranks_or_refuse()
+        if request.HasField("placement"):
+            self.standing.take(request.epoch, request.placement, len(ranks))
+        self._refuse_spare()
         self._end_stream()
         self._error = None
         async with asyncio.TaskGroup() as tasks:
-            for rank in await self._ranks_or_refuse():
+            for rank in ranks:
                 tasks.create_task(rank.reset(replace=request.replace))
+        if request.HasField("placement"):
+            await self._take_places(ranks, request.placement)
         return stage_worker_pb2.ResetRanksResponse()
+
+    async def _take_places(
+        self, ranks: list[RankSupervisor], placement: topology_pb2.Placement
+    ) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for rank, place in zip(ranks, rank_places(placement), strict=True):
+                tasks.create_task(rank.take_place(place))
+
+    async def become_spare(self, *, replace: bool = False) -> None:
+        """Another worker has taken over this one's place: its ranks leave their groups, or are
+        replaced. Raises `StageFailed` where they cannot be started."""
+        log.warning("another worker has taken over the place of this one, which is a spare now")
+        self._end_stream()
+        self._error = None
+        self._times_left += 1
+        for rank in self.ranks:
+            if not replace:
+                rank.process.leave_epoch()
+        async with asyncio.TaskGroup() as tasks:
+            for rank in self.ranks:
+                tasks.create_task(rank.reset(replace=replace))
+
+    def _refuse_spare(self) -> None:
+        if self.standing.is_spare:
+            raise PipelineUnavailable("this stage worker is a spare and has no place in the mesh")
 
     def _refuse_old(self, epoch: int) -> None:
         if epoch <= self._epoch:
@@ -181,6 +212,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
                 param="timeout_seconds",
             )
         self._refuse_old(request.epoch)
+        self._refuse_spare()
         self._end_stream()
         self._error = None
         times_left = self._times_left
@@ -201,28 +233,22 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Brings every rank to a plan, with progress, then a report for each rank."""
-        ranks = await self._ranks_of_epoch()
-        # One entry for each rank is enough: newer progress makes older worthless.
-        progress: dict[int, stage_worker_pb2.LoadProgress] = {}
-        changed = asyncio.Event()
-
-        def on_progress(event: stage_worker_pb2.LoadProgress) -> None:
-            progress[event.tp_rank] = event
-            changed.set()
-
-        async with asyncio.TaskGroup() as tasks:
-            loads = [tasks.create_task(rank.load(request.plan, on_progress)) for rank in ranks]
-            for load in loads:
-                load.add_done_callback(lambda _: changed.set())
-            while not all(load.done() for load in loads):
-                await changed.wait()
-                changed.clear()
-                while progress:
-                    _, event = progress.popitem()
-                    await write(context, stage_worker_pb2.LoadResponse(progress=event))
+        ranks = await self._ranks_to_load(request.plan.placement)
+        self.standing.load(request.plan.placement)
+        reports = await load_ranks(ranks, request.plan, partial(write, context))
         self._plan_fingerprint = request.plan.fingerprint
-        for load in loads:
-            await write(context, stage_worker_pb2.LoadResponse(report=load.result()))
+        self.standing.loaded(request.plan.placement)
+        for report in reports:
+            await write(context, stage_worker_pb2.LoadResponse(report=report))
+
+    async def _ranks_to_load(self, placement: topology_pb2.Placement) -> list[RankProcess]:
+        """Those of the present epoch; of a spare all, which stand where the plan says."""
+        if not self.standing.is_spare:
+            return await self._ranks_of_epoch()
+        ranks = await self._ranks_or_refuse()
+        check_placement(placement, len(ranks))
+        await self._take_places(ranks, placement)
+        return [rank.process for rank in ranks]
 
     async def Execute(
         self,
@@ -279,18 +305,16 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     def status(self) -> stage_worker_pb2.StatusResponse:
         """The same for the heartbeat."""
-        ranks = [rank.process.status() for rank in self.ranks]
-        states = [rank.state for rank in ranks]
-        if self.leave.is_set():  # Before the ranks know it.
-            states.append(stage_worker_pb2.COMPONENT_STATE_DRAINING)
-        worst = max(states, key=_SEVERITY.index, default=None)
-        return stage_worker_pb2.StatusResponse(
-            state=worst or stage_worker_pb2.COMPONENT_STATE_STARTING,
-            epoch=self._epoch,
-            last_step_id=min((rank.process.last_step_id for rank in self.ranks), default=0),
-            ranks=ranks,
-            error=self._error,
+        status = self.standing.status(
+            [rank.process.status() for rank in self.ranks],
+            all_hold=all(rank.process.has_loaded for rank in self.ranks),
+            leaving=self.leave.is_set(),
         )
+        status.epoch = self._epoch
+        status.last_step_id = min((rank.process.last_step_id for rank in self.ranks), default=0)
+        if self._error is not None:
+            status.error.CopyFrom(self._error)
+        return status
 
     async def Drain(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from services.errors import (
     ConfigError,
     HeadLost,
     PartitionError,
+    StageFailed,
     StagemeshError,
     UsageError,
     failure_of,
@@ -45,10 +47,16 @@ from services.telemetry.logging import setup_logging
 from services.topology.fingerprint import environment_fingerprint
 from services.topology.partition import PARTITION_ENV
 from stage_worker.place import hold_place
-from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS, RankArguments
+from stage_worker.rank_arguments import (
+    NO_STAGE,
+    STEP_TIMEOUT_SECONDS,
+    RankArguments,
+    RankPlace,
+)
 from stage_worker.rank_process import RankProcess
 from stage_worker.rank_supervisor import RankSupervisor
 from stage_worker.service import MAX_WORKER_RPCS, SERVICE_NAME, StageWorker, add_to_server
+from stage_worker.standing import rank_places
 from stagemesh.v1 import control_pb2, topology_pb2
 
 log = logging.getLogger("stagemesh.stage_worker")
@@ -72,7 +80,7 @@ def run(config: StageWorkerConfig) -> int:
     # Nothing here is due to the millisecond, and gRPC's threads wake often for nothing.
     allow_late_timers(TIMER_SLACK_SECONDS)
     stage = "?" if config.pp_rank is None else config.pp_rank
-    setup_logging(process=f"stage-{stage}")
+    setup_logging(process="spare" if config.standby else f"stage-{stage}")
     _check_addresses(config)
     fingerprint = _fingerprint(config)
     try:
@@ -141,6 +149,7 @@ async def _run_worker(
         fingerprint=fingerprint,
         device=device,
         num_devices=num_devices,
+        standby=config.standby,
     )
     if config.pp_rank is not None:
         request.wanted.CopyFrom(
@@ -158,8 +167,11 @@ async def _run_worker(
                 pulse.joined()
                 _start_ranks(worker, tasks, config, joined, device)
 
+            def on_place_lost() -> None:
+                tasks.create_task(_become_spare(worker))
+
             timeout_seconds = None if config.wait_for_head else config.join_timeout_seconds
-            await hold_place(control, request, worker, on_joined, timeout_seconds)
+            await hold_place(control, request, worker, on_joined, on_place_lost, timeout_seconds)
             raise Left
     finally:
         await worker.stop_ranks()
@@ -185,15 +197,21 @@ def _start_ranks(
     device: str,
 ) -> None:
     placement, topology = joined.placement, joined.topology
-    log.info(
-        "joined as stage %d: layers %d to %d, TP ranks %s",
-        placement.pp_rank,
-        placement.layer_start,
-        placement.layer_end - 1,
-        ", ".join(map(str, placement.tp_ranks)),
-    )
+    devices = placement.device_indices
+    if joined.standby:
+        places = [RankPlace(NO_STAGE, tp_rank) for tp_rank in range(len(devices))]
+        log.info("joined as a spare with devices %s", ", ".join(map(str, devices)))
+    else:
+        places = rank_places(placement)
+        log.info(
+            "joined as stage %d: layers %d to %d, TP ranks %s",
+            placement.pp_rank,
+            placement.layer_start,
+            placement.layer_end - 1,
+            ", ".join(map(str, placement.tp_ranks)),
+        )
     num_ranks = topology.tp_size * topology.pp_size * topology.dp_size
-    for tp_rank, device_index in zip(placement.tp_ranks, placement.device_indices, strict=True):
+    for place, device_index in zip(places, devices, strict=True):
         arguments = RankArguments(
             fd=-1,
             parent_pid=os.getpid(),
@@ -201,14 +219,20 @@ def _start_ranks(
             device=device,
             device_index=device_index,
             num_threads=threads_per_rank(num_ranks),
-            pp_rank=placement.pp_rank,
-            tp_rank=tp_rank,
+            pp_rank=place.pp_rank,
+            tp_rank=place.tp_rank,
             step_timeout_seconds=STEP_TIMEOUT_SECONDS,
         )
         rank = RankSupervisor(partial(RankProcess, arguments, worker.on_result, worker.on_failure))
         worker.ranks.append(rank)
         tasks.create_task(rank.run())
     worker.placed.set()
+
+
+async def _become_spare(worker: StageWorker) -> None:
+    """What prevents it is in the log, and ends the worker where it stays so."""
+    with contextlib.suppress(StageFailed):
+        await worker.become_spare()
 
 
 async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:

@@ -44,11 +44,13 @@ class LoadedMesh:
 
 
 async def reset_ranks(stages: Sequence[Stage], epoch: int, stuck: Sequence[Stage]) -> None:
-    """Waits until every rank is started and in no group; those of `stuck` are replaced.
-    Raises `StageFailed`."""
+    """Waits until every rank is started, in no group, and knows its place; those of `stuck` are
+    replaced. Raises `StageFailed`."""
     async with asyncio.TaskGroup() as tasks:
         for stage in stages:
-            tasks.create_task(stage.client.reset_ranks(epoch, replace=stage in stuck))
+            placement = placement_to_proto(stage.placement)
+            reset = stage.client.reset_ranks(epoch, placement, replace=stage in stuck)
+            tasks.create_task(reset)
 
 
 async def form_groups(stages: Sequence[Stage], shape: MeshShape, epoch: int) -> None:
@@ -146,6 +148,17 @@ def _check_agreement(
             )
 
 
+def stage_plan(
+    plan: stage_worker_pb2.StagePlan, placement: StagePlacement, num_blocks: int
+) -> stage_worker_pb2.StagePlan:
+    """The plan of one stage; without blocks its KV cache is left out."""
+    own = stage_worker_pb2.StagePlan()
+    own.CopyFrom(plan)
+    own.placement.CopyFrom(placement_to_proto(placement))
+    own.num_blocks = num_blocks
+    return own
+
+
 async def _load_all(
     stages: Sequence[Stage],
     plan: stage_worker_pb2.StagePlan,
@@ -155,10 +168,7 @@ async def _load_all(
     async with asyncio.TaskGroup() as tasks:
         loads = []
         for stage in stages:
-            own = stage_worker_pb2.StagePlan()
-            own.CopyFrom(plan)
-            own.placement.CopyFrom(placement_to_proto(stage.placement))
-            own.num_blocks = num_blocks
+            own = stage_plan(plan, stage.placement, num_blocks)
             loads.append(tasks.create_task(stage.client.load(own, on_progress)))
     return [
         (stage.placement.pp_rank, report)

@@ -44,14 +44,27 @@ class StageClient:
             f"with {error.code().name} ({error.details()})"
         )
 
-    async def reset_ranks(self, epoch: int, *, replace: bool = False) -> None:
+    async def reset_ranks(
+        self, epoch: int, placement: topology_pb2.Placement, *, replace: bool = False
+    ) -> None:
         """Brings the stage's ranks to where they can join an epoch; see the RPC. Raises
         `StageFailed`."""
-        request = stage_worker_pb2.ResetRanksRequest(epoch=epoch, replace=replace)
+        request = stage_worker_pb2.ResetRanksRequest(
+            epoch=epoch, replace=replace, placement=placement
+        )
         try:
             await self._stub.ResetRanks(request, timeout=RANKS_START_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise self.failed("starting its ranks", error) from None
+
+    async def stand_by(self, epoch: int, *, replace: bool) -> None:
+        """Tells the worker that another has taken over the place that it had in an epoch or before;
+        one that does not hear it is no error."""
+        request = stage_worker_pb2.ResetRanksRequest(epoch=epoch, replace=replace, standby=True)
+        try:
+            await self._stub.ResetRanks(request, timeout=CALL_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return
 
     async def open_store(self, epoch: int) -> str:
         """Lets the stage's first rank open the epoch's store. Raises `StageFailed`."""

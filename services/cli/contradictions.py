@@ -16,6 +16,42 @@ def contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
         yield from _node_contradictions(command, config)
     yield from _equal_ports(command, config)
     yield from _tls_contradictions(config)
+    yield from _standby_contradictions(command, config)
+
+
+def _standby_contradictions(command: str, config: ServeConfig) -> Iterator[UsageError]:
+    """Who starts spares, and who says what they hold."""
+    if config.standby and command == "gateway":
+        yield UsageError(
+            "--standby starts spare workers, and stagemesh gateway starts none; start them with "
+            "stagemesh stage-worker --standby",
+            param="--standby",
+        )
+    if (config.standby or config.standby_stages) and config.max_recovery_attempts == 0:
+        yield UsageError(
+            "--max-recovery-attempts 0 ends the mesh with the first failure, so that no spare ever "
+            "takes over; leave it or --standby out",
+            param="--standby",
+        )
+    if config.standby_stages and config.headless:
+        yield UsageError(
+            "--standby-stages is for the head, which tells spares of all nodes what to hold; leave "
+            "it out with --headless",
+            param="--standby-stages",
+        )
+    if config.standby_stages and max(config.standby_stages) >= config.pipeline_parallel_size:
+        yield UsageError(
+            f"--standby-stages names stage {max(config.standby_stages)}, and there are stages 0 to "
+            f"{config.pipeline_parallel_size - 1}",
+            param="--standby-stages",
+        )
+    starts_all = command == "serve" and config.nnodes == 1 and not config.headless
+    if starts_all and len(config.standby_stages) > config.standby:
+        yield UsageError(
+            f"--standby-stages names {len(config.standby_stages)} stages, and --standby starts "
+            f"{config.standby} spares, of which each holds one; give both the same number",
+            param="--standby-stages",
+        )
 
 
 def _tls_contradictions(config: ServeConfig) -> Iterator[UsageError]:

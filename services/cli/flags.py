@@ -146,6 +146,18 @@ SERVE_GROUPS = (
                 "how long stages may take to come back after a failure (default: 120)",
                 metavar="SECONDS",
             ),
+            Flag(
+                ("--standby",),
+                values.natural_integer,
+                "spare stage workers of this node, on devices of their own, that take over a stage "
+                "which is lost (docs/recovery.md)",
+            ),
+            Flag(
+                ("--standby-stages",),
+                values.stages,
+                "stages whose weights spares hold in advance, like 0,1; one spare for each",
+                metavar="N,N,...",
+            ),
         ),
     ),
     FlagGroup(
@@ -338,6 +350,12 @@ STAGE_WORKER_GROUPS = (
                 metavar="SECONDS",
             ),
             WAIT_FOR_HEAD_FLAG,
+            Flag(
+                ("--standby",),
+                values.switch,
+                "this worker is a spare: it takes over a stage that is lost (docs/recovery.md)",
+                arity=Arity.SWITCH,
+            ),
             Flag(
                 ("--fingerprint",),
                 values.text,

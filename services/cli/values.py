@@ -211,6 +211,18 @@ def partition(raw: Raw) -> tuple[int, ...]:
     )
 
 
+def stages(raw: Raw) -> tuple[int, ...]:
+    """Numbers of stages, as "0,1" or a list."""
+    rule = 'must be one or more numbers of stages, like "0,1"'
+    if isinstance(raw, bool | float | Mapping):
+        raise ValueError(rule)
+    items = raw.split(",") if isinstance(raw, str) else [raw] if isinstance(raw, int) else raw
+    numbers = tuple(_as_integer(item, rule) for item in items)
+    if not numbers or min(numbers) < 0 or max(numbers) > MAX_COUNT:
+        raise ValueError(rule)
+    return numbers
+
+
 def one_of(*choices: str) -> Parser:
     """A parser that takes exactly these words."""
     rule = f"must be one of {', '.join(choices)}"

@@ -169,8 +169,10 @@ class ControlClient:
         self,
         joined: control_pb2.JoinResponse,
         status: Callable[[], stage_worker_pb2.StatusResponse],
+        on_place_lost: Callable[[int], None],
     ) -> None:
-        """Sends heartbeats until the head sends the worker away, which returns.
+        """Sends heartbeats until the head sends the worker away, which returns. `on_place_lost`
+        hears with every answer up to which epoch another has taken over the place, if one has.
 
         Raises `HeadLost` when the head has been silent for its time-out, or another one answers
         in its place.
@@ -197,4 +199,6 @@ class ControlClient:
                 if response.leave:
                     log.warning("the head sends this worker away: %s", response.leave_reason)
                     return
+                if response.place_lost_epoch:
+                    on_place_lost(response.place_lost_epoch)
             await asyncio.sleep(joined.heartbeat_interval_seconds)

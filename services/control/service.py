@@ -11,8 +11,10 @@ from typing import Protocol
 
 import grpc
 
+from services.control.devices import Holder
 from services.control.diagnosis import MeshState, diagnose, echo
-from services.control.membership import MEMBER_TIMEOUT_SECONDS, Member, Membership
+from services.control.member import MEMBER_TIMEOUT_SECONDS, Member
+from services.control.membership import Membership
 from services.control.server import DoctorCalls
 from services.control.worker_reports import WorkerReports
 from services.errors import JoinRefused, PipelineUnavailable, StageFailed
@@ -99,8 +101,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 self._tell_lost(member, f"its place is taken by {request.address}")
         missing = ", ".join(self.membership.missing())
         log.info(
-            "stage %d joined: node %s at %s; %s",
-            response.placement.pp_rank,
+            "%s joined: node %s at %s; %s",
+            "a spare" if response.standby else f"stage {response.placement.pp_rank}",
             request.node,
             request.address,
             f"waiting for {missing}" if missing else "all are here",
@@ -120,7 +122,25 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._changed.set()
         return response
 
-    async def _is_gone(self, holder: Member) -> bool:
+    async def status(self, member: Member) -> stage_worker_pb2.StatusResponse | None:
+        """What a member says of itself now; None where it does not answer in time. One at whose
+        address nobody answers is gone, and its place is free: nobody is told."""
+        channel = self.connect(member.address)
+        try:
+            stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
+            request = stage_worker_pb2.StatusRequest()
+            response: stage_worker_pb2.StatusResponse = await stub.Status(
+                request, timeout=HOLDER_TIMEOUT_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self.membership.forget(member.worker_id)
+            return None
+        finally:
+            await channel.close()
+        return response
+
+    async def _is_gone(self, holder: Holder) -> bool:
         """Whether nobody answers at a holder's address. Raises `PipelineUnavailable`, at which the
         asking worker tries again, where it is there and does not answer: stopped, or busy."""
         channel = self.connect(holder.address)
@@ -132,15 +152,15 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 return True
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise PipelineUnavailable(
-                    f"the place is held by {describe(holder)}, which does not answer; ask again"
+                    f"{describe(holder)} is in the way and does not answer; ask again"
                 ) from None
         finally:
             await channel.close()
         return False
 
-    def lost(self, member: Member, why: str) -> None:
-        """A member is known to be gone; its place is free."""
-        if self.membership.forget(member.worker_id) is not None:
+    def lost(self, worker: Holder, why: str) -> None:
+        """A worker is known to be gone; its place is free."""
+        if (member := self.membership.forget(worker.worker_id)) is not None:
             self._tell_lost(member, why)
 
     def _tell_lost(self, member: Member, why: str) -> None:
@@ -175,8 +195,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             async with asyncio.timeout(timeout_seconds):
                 while self._absent():
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self.change()
         except TimeoutError:
             joined = ", ".join(member.address for member in self.membership.members) or "nobody"
             raise StageFailed(
@@ -189,14 +208,27 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         replicas = range(self.membership.shape.dp_size)
         return [place for dp_rank in replicas for place in self.membership.absent(dp_rank, now)]
 
-    async def present(self, dp_rank: int, on_waiting: Callable[[str], None]) -> None:
+    async def present(
+        self,
+        dp_rank: int,
+        on_waiting: Callable[[str], None],
+        fill: Callable[[], None] = lambda: None,
+    ) -> None:
         """Waits until every place of a replica is held by a worker that is heard of.
-        `on_waiting` hears for whom."""
+        `on_waiting` hears for whom; before each look `fill` may give a place to another."""
         loop = asyncio.get_running_loop()
-        while absent := self.membership.absent(dp_rank, loop.time()):
+        while True:
+            fill()
+            absent = self.membership.absent(dp_rank, loop.time())
+            if not absent:
+                return
             on_waiting(f"waiting for the worker of {', '.join(absent)} to come back")
-            self._changed.clear()
-            await self._changed.wait()
+            await self.change()
+
+    async def change(self) -> None:
+        """Waits until a worker joins or is heard of."""
+        self._changed.clear()
+        await self._changed.wait()
 
     async def watch(self, listener: MemberListener) -> None:
         """Tells of members that fail or go silent, each time once; runs until cancelled."""
@@ -223,9 +255,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             known = {member.worker_id for member in silent}
 
 
-def describe(member: Member) -> str:
-    """A member for a message."""
-    return (
-        f"the worker of stage {member.placement.pp_rank} ({member.address}, pid {member.pid} on "
-        f"{member.node})"
-    )
+def describe(worker: Holder) -> str:
+    """A worker for a message."""
+    name = "a spare worker"
+    if isinstance(worker, Member):
+        name = f"the worker of stage {worker.placement.pp_rank}"
+    return f"{name} ({worker.address}, pid {worker.pid} on {worker.node})"

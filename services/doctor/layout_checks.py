@@ -26,7 +26,7 @@ from services.topology.compatibility import broken_rules, request_of
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.families import read_model_facts, resolve_max_model_len
 from services.topology.partition import PARTITION_FLAG, format_partition, resolve_partition
-from services.topology.placement import check_devices, ranks_per_node
+from services.topology.placement import check_devices, check_spares, ranks_per_node
 from services.units import counted, human_bytes
 
 _T = TypeVar("_T")
@@ -94,7 +94,11 @@ class LayoutChecks:
             return NodeDevices(kind, count, share or 0)
         node = f"node {config.node_rank} ({self._host})"
         before = len(self.findings)
+        spares = config.standby
         self._try(Check.DEVICES, lambda: check_devices(shape, share, kind, count, node))
+        self._try(
+            Check.DEVICES, lambda: check_spares(shape, config.nnodes, spares, kind, count, node)
+        )
         if len(self.findings) > before:
             self._explain_hidden(kind, count)
             return NodeDevices(kind, count, share)

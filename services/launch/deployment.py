@@ -78,6 +78,8 @@ def deploy(config: ServeConfig, stack: contextlib.ExitStack, *, launch_workers: 
                 plan.num_devices,
                 plan.fingerprint,
                 config.tls_dir,
+                num_spares=config.standby,
+                node_rank=config.node_rank,
             )
         )
     return Deployment(config, model_path, plan, launcher, tls)

@@ -72,6 +72,8 @@ async def _run(config: ServeConfig, plan: MeshPlan, host: str) -> int:
             plan.fingerprint,
             config.tls_dir,
             config.wait_for_head,
+            config.standby,
+            config.node_rank,
         )
     )
     try:
@@ -90,8 +92,7 @@ async def _run(config: ServeConfig, plan: MeshPlan, host: str) -> int:
             log.info("the head has dismissed this node")
             return 0
         raise StageFailed(
-            f"the worker of stage {ended.placement.pp_rank} on node rank {config.node_rank} "
-            f"{ended.how}; its log lines above say why"
+            f"{ended.name} on node rank {config.node_rank} {ended.how}; its log lines above say why"
         )
     finally:
         await launcher.stop()

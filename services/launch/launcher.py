@@ -13,7 +13,9 @@ from services.topology.placement import StagePlacement
 class WorkerExit:
     """A stage worker that has ended."""
 
-    placement: StagePlacement
+    placement: StagePlacement | None
+    """That it was started for; None for a spare."""
+    node_rank: int
     how: str
     """In words that go on from "the worker ...": "exited with 1"."""
     code: int | None = None
@@ -25,9 +27,24 @@ class WorkerExit:
     by its head, and would be told the same again."""
 
     @property
+    def is_spare(self) -> bool:
+        """Whether it was started as one."""
+        return self.placement is None
+
+    @property
+    def name(self) -> str:
+        """In words that go before `how`."""
+        return worker_name(self.placement)
+
+    @property
     def dismissed(self) -> bool:
         """It was told to leave, and did."""
         return self.code == 0
+
+
+def worker_name(placement: StagePlacement | None) -> str:
+    """A worker by what it was started for."""
+    return "a spare worker" if placement is None else f"the worker of stage {placement.pp_rank}"
 
 
 GoesOn = Callable[[WorkerExit], bool]

@@ -43,6 +43,9 @@ class LocalWorkers:
     """Where this node's certificates are; None without TLS."""
     wait_for_head: bool = False
     """They wait for a head without limit, and outlive it."""
+    num_spares: int = 0
+    """Workers besides those of `placements`, that take over a place which is lost."""
+    node_rank: int = 0
 
 
 class LocalLauncher:
@@ -57,9 +60,12 @@ class LocalLauncher:
 
     async def start(self, master_addr: str, master_port: int) -> None:
         """Starts every worker of this node. They join by themselves."""
-        for placement in self._workers.placements:
+        workers = self._workers
+        for placement in (*workers.placements, *(None,) * workers.num_spares):
             process = WorkerProcess(
-                placement, partial(self._command, placement, master_addr, master_port)
+                placement,
+                partial(self._command, placement, master_addr, master_port),
+                node_rank=workers.node_rank,
             )
             self._processes.append(process)
             await process.start(self._lifeline_fd())
@@ -70,11 +76,12 @@ class LocalLauncher:
         return self._lifeline[0]
 
     def _command(
-        self, placement: StagePlacement, master_addr: str, master_port: int, pulse_fd: int
+        self, placement: StagePlacement | None, master_addr: str, master_port: int, pulse_fd: int
     ) -> list[str]:
         workers = self._workers
         return worker_command(
             placement,
+            node_rank=workers.node_rank,
             master_addr=master_addr,
             master_port=master_port,
             host=workers.host,
@@ -90,9 +97,10 @@ class LocalLauncher:
     async def watch(self, goes_on: GoesOn) -> WorkerExit:
         """Starts another worker where one has ended; see `Launcher.watch`."""
         async with asyncio.TaskGroup() as tasks:
-            keepers = [tasks.create_task(self._keep(p, goes_on)) for p in self._processes]
-            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
-            for keeper in keepers:
+            kept = [(p, tasks.create_task(self._keep(p, goes_on))) for p in self._processes]
+            needed = [keeper for process, keeper in kept if process.placement is not None]
+            done, _ = await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
+            for _, keeper in kept:
                 keeper.cancel()
         return done.pop().result()
 
@@ -103,20 +111,24 @@ class LocalLauncher:
             started_at = loop.time()
             ended = await process.ended()
             if not goes_on(ended):
-                return ended
+                return self._given_up(ended)
             delay = budget.next_delay(loop.time() - started_at, loop.time())
             if delay is None:
-                return replace(ended, how=f"{ended.how}, after {budget.used_up()}")
-            log.warning(
-                "the worker of stage %d %s; another takes its place",
-                ended.placement.pp_rank,
-                ended.how,
-            )
+                how = f"{ended.how}, after {budget.used_up()}"
+                return self._given_up(replace(ended, how=how))
+            log.warning("%s %s; another takes its place", ended.name, ended.how)
             await asyncio.sleep(delay)
             try:
                 await process.start(self._lifeline_fd())
             except OSError as error:
-                return replace(ended, how=f"{ended.how}, and no other could be started ({error})")
+                how = f"{ended.how}, and no other could be started ({error})"
+                return self._given_up(replace(ended, how=how))
+
+    def _given_up(self, ended: WorkerExit) -> WorkerExit:
+        """No other takes its place. Nobody waits for a spare, so its end is told here."""
+        if ended.is_spare and self._lifeline is not None and not ended.dismissed:
+            log.error("%s %s, and no other is started", ended.name, ended.how)
+        return ended
 
     async def stop(self) -> None:
         """Closes the lifeline, gives the workers a moment, and kills what is left."""

@@ -94,8 +94,8 @@ class RayLauncher:
             if delay is None:
                 return replace(ended, how=f"{ended.how}, after {budget.used_up()}")
             log.warning(
-                "the worker of stage %d %s; another takes its place",
-                ended.placement.pp_rank,
+                "%s %s; another takes its place",
+                ended.name,
                 ended.how,
             )
             # An actor whose worker alone has ended holds the bundle.
@@ -110,10 +110,23 @@ class RayLauncher:
         try:
             end = ended.result()
         except self._cluster.errors as error:
-            return WorkerExit(place.placement, f"{where} ended with its actor ({one_line(error)})")
+            return WorkerExit(
+                place.placement,
+                place.placement.node_rank,
+                f"{where} ended with its actor ({one_line(error)})",
+            )
         if end.code is None:
-            return WorkerExit(place.placement, f"{where} could not be started ({end.why})")
-        return WorkerExit(place.placement, f"{where} {how_it_ended(end.code)}", code=end.code)
+            return WorkerExit(
+                place.placement,
+                place.placement.node_rank,
+                f"{where} could not be started ({end.why})",
+            )
+        return WorkerExit(
+            place.placement,
+            place.placement.node_rank,
+            f"{where} {how_it_ended(end.code)}",
+            code=end.code,
+        )
 
     async def stop(self) -> None:
         """Gives the workers, which have been told to leave, a moment; ends what is left."""

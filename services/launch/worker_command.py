@@ -10,8 +10,9 @@ from stagemesh.v1 import topology_pb2
 
 
 def worker_command(
-    placement: StagePlacement,
+    placement: StagePlacement | None,
     *,
+    node_rank: int = 0,
     master_addr: str,
     master_port: int,
     host: str,
@@ -23,7 +24,7 @@ def worker_command(
     tls_dir: str | None,
     wait_for_head: bool = False,
 ) -> list[str]:
-    """`stagemesh stage-worker` for one place of the mesh, on this node.
+    """`stagemesh stage-worker` for one place of the mesh, on this node; for a spare without one.
 
     `host` is the address that the worker and its ranks listen on; `fingerprint` is the
     plan's, from this node's copy of the model, and is compared with the head's at join;
@@ -40,10 +41,7 @@ def worker_command(
         f"--master-port={master_port}",
         f"--host={host}",
         "--port=0",
-        f"--node-rank={placement.node_rank}",
-        f"--dp-rank={placement.dp_rank}",
-        f"--pp-rank={placement.pp_rank}",
-        f"--tp-rank-start={placement.tp_ranks[0]}",
+        *_place_flags(placement, node_rank),
         f"--device={device}",
         f"--cpu-devices={num_devices}",
         f"--fingerprint={base64.b64encode(fingerprint.SerializeToString()).decode()}",
@@ -52,3 +50,14 @@ def worker_command(
         *(("--wait-for-head",) if wait_for_head else ()),
         *(() if tls_dir is None else (f"--tls-dir={tls_dir}", "--require-tls")),
     ]
+
+
+def _place_flags(placement: StagePlacement | None, node_rank: int) -> tuple[str, ...]:
+    if placement is None:
+        return (f"--node-rank={node_rank}", "--standby")
+    return (
+        f"--node-rank={placement.node_rank}",
+        f"--dp-rank={placement.dp_rank}",
+        f"--pp-rank={placement.pp_rank}",
+        f"--tp-rank-start={placement.tp_ranks[0]}",
+    )

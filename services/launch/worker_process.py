@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from services.launch.launcher import WorkerExit
+from services.launch.launcher import WorkerExit, worker_name
 from services.launch.process import child_environment, how_it_ended, kill
 from services.launch.pulse import JOINED
 from services.launch.silence import SilenceWatch
@@ -24,13 +24,16 @@ class WorkerProcess:
 
     def __init__(
         self,
-        placement: StagePlacement,
+        placement: StagePlacement | None,
         command: Callable[[int], Sequence[str]],
         environment: Mapping[str, str] | None = None,
+        *,
+        node_rank: int = 0,
     ) -> None:
         """`command` starts the worker, given the write end of the pipe; `environment` is what it
-        has besides this process's variables."""
+        has besides this process's variables. A spare has no placement."""
         self.placement = placement
+        self._node_rank = node_rank if placement is None else placement.node_rank
         self.has_joined = False
         self._command = command
         self._environment = environment or {}
@@ -78,8 +81,8 @@ class WorkerProcess:
     def _end_silent(self, seconds: float) -> None:
         self._silent_seconds = seconds
         log.error(
-            "the worker of stage %d has been silent for %.0f s; it is ended",
-            self.placement.pp_rank,
+            "%s has been silent for %.0f s; it is ended",
+            worker_name(self.placement),
             seconds,
         )
         self.kill()
@@ -94,7 +97,12 @@ class WorkerProcess:
         if self._silent_seconds is not None:
             how = f"was stopped or hung: silent for {self._silent_seconds:.0f} s, it was ended"
         return WorkerExit(
-            self.placement, how, code=code, pid=self._process.pid, had_joined=self.has_joined
+            self.placement,
+            self._node_rank,
+            how,
+            code=code,
+            pid=self._process.pid,
+            had_joined=self.has_joined,
         )
 
     def _stop_listening(self) -> None:

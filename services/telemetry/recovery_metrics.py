@@ -42,6 +42,22 @@ class _EpochCollector(Collector):
         yield gauge
 
 
+class _StandbyCollector(Collector):
+    def __init__(self, spares: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        self._spares = spares
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        gauge = GaugeMetricFamily(
+            "stagemesh_standby_workers", "Spare stage workers, by state.", labels=("state",)
+        )
+        for state, count in self._spares():
+            gauge.add_metric((state,), count)
+        yield gauge
+
+
 class RecoveryMetrics:
     """Part of `Metrics`."""
 
@@ -60,6 +76,12 @@ class RecoveryMetrics:
             buckets=RECOVERY_BUCKETS_SECONDS,
             registry=registry,
         )
+        self._takeovers = Counter(
+            "stagemesh_takeovers",
+            "Times that a spare worker took over the place of one that was lost.",
+            ("replica",),
+            registry=registry,
+        )
         self._replayed = Counter(
             "stagemesh_replayed_tokens",
             "Tokens that the stages had been sent and were sent again after a failure.",
@@ -72,6 +94,14 @@ class RecoveryMetrics:
         self._recoveries.labels(str(replica), reason).inc()
         self._seconds.labels(str(replica)).observe(seconds)
         self._replayed.labels(str(replica)).inc(replayed_tokens)
+
+    def observe_takeover(self, replica: int) -> None:
+        """A spare has taken over a place."""
+        self._takeovers.labels(str(replica)).inc()
+
+    def watch_standby(self, spares: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        """Reads (state, spares in it) at each scrape. Once."""
+        self._registry.register(_StandbyCollector(spares))
 
     def watch_epochs(self, epochs: Callable[[], Iterable[tuple[int, int]]]) -> None:
         """Reads (replica, epoch) at each scrape. Once."""

@@ -37,6 +37,7 @@ PCP_SIZE_FLAG = "--prefill-context-parallel-size"
 ADDITIONAL_CONFIG_FLAG = "--additional-config"
 KV_TRANSFER_FLAG = "--kv-transfer-config"
 INTERCONNECT_FLAG = "--interconnect"
+STANDBY_FLAG = "--standby"
 INTERCONNECTS = ("auto", "hccs", "roce")
 
 _ASCEND = "https://github.com/vllm-project/vllm-ascend"
@@ -53,6 +54,10 @@ class MeshRequest:
     prefill_context_parallel_size: int = 1
     additional: AdditionalConfig = NO_ADDITIONAL_CONFIG
     kv_transfer: KvTransferConfig | None = None
+    standby: bool = False
+    """Whether spare workers are asked for."""
+    backend: str = "mp"
+    """Who starts the ranks: "mp" or "ray"."""
     interconnect: str = "auto"
     """One of `INTERCONNECTS`: what lies between the nodes' devices."""
     device: str | None = None
@@ -118,6 +123,11 @@ def request_of(
         prefill_context_parallel_size=settings.prefill_context_parallel_size,
         additional=settings.additional_config,
         kv_transfer=settings.kv_transfer_config,
+        standby=isinstance(settings, ServeConfig)
+        and bool(settings.standby or settings.standby_stages),
+        backend=settings.distributed_executor_backend
+        if isinstance(settings, ServeConfig)
+        else "mp",
         interconnect=settings.interconnect,
         device=device,
         facts=facts,
@@ -242,6 +252,22 @@ def _links_without_npu(request: MeshRequest) -> Finding | None:
     return Finding(f"{INTERCONNECT_FLAG} {request.interconnect} with --device {request.device}")
 
 
+def _standby_on_ray(request: MeshRequest) -> Finding | None:
+    if not request.standby or request.backend != "ray":
+        return None
+    return Finding(f"{STANDBY_FLAG} with --distributed-executor-backend ray")
+
+
+def _standby_of_uneven_parts(request: MeshRequest) -> Finding | None:
+    share, left = divmod(request.tp_size * request.pp_size * request.dp_size, request.nnodes)
+    if not request.standby or left or share % request.tp_size == 0 or request.tp_size % share == 0:
+        return None
+    return Finding(
+        f"{STANDBY_FLAG} with {TP_SIZE_FLAG} {request.tp_size} and {share} ranks on each of "
+        f"--nnodes {request.nnodes}"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "pp-with-prefill-context-parallelism",
@@ -320,6 +346,22 @@ RULES: tuple[Rule, ...] = (
         f"use {INTERCONNECT_FLAG} auto, or --device npu",
         INTERCONNECT_FLAG,
         _links_without_npu,
+    ),
+    Rule(
+        "standby-of-uneven-parts",
+        f"`{STANDBY_FLAG}` where nodes hold different numbers of a stage's ranks",
+        "every spare has as many ranks as the place that it takes over, and here places differ",
+        "use a number of nodes (--nnodes) with which all parts of stages are alike",
+        STANDBY_FLAG,
+        _standby_of_uneven_parts,
+    ),
+    Rule(
+        "standby-with-ray",
+        f"`{STANDBY_FLAG}` with `--distributed-executor-backend ray`",
+        "Ray's launcher starts one actor for each rank of the mesh, and no spares",
+        "leave one of them out; without spares a lost actor is started again",
+        STANDBY_FLAG,
+        _standby_on_ray,
     ),
     Rule(
         "prefill-context-parallelism-not-served",

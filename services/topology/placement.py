@@ -100,6 +100,28 @@ def check_devices(shape: MeshShape, share: int, device: str, num_devices: int, n
     )
 
 
+def ranks_of_a_spare(shape: MeshShape, nnodes: int) -> int:
+    """Ranks of a spare worker: as many as the places of the mesh have on one node."""
+    return min(shape.tp_size, ranks_per_node(shape, nnodes))
+
+
+def check_spares(
+    shape: MeshShape, nnodes: int, num_spares: int, device: str, num_devices: int, node: str
+) -> None:
+    """Raises `ConfigError` where a node has too few devices for its share of the ranks and for
+    its spares."""
+    share, each = ranks_per_node(shape, nnodes), ranks_of_a_spare(shape, nnodes)
+    needed = share + num_spares * each
+    if num_spares == 0 or num_devices >= needed:
+        return
+    remedy = f"--cpu-devices {needed} runs them on fewer cores" if device == "cpu" else "use fewer"
+    raise ConfigError(
+        f"insufficient resources: --standby {num_spares} needs {each} devices for each spare, "
+        f"besides {share} for the stages on {node}, which has {num_devices} ({device}); {remedy}",
+        param="--standby",
+    )
+
+
 def _product(shape: MeshShape) -> str:
     return f"TP {shape.tp_size} x PP {shape.pp_size} x DP {shape.dp_size}"
 

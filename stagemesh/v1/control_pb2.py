@@ -26,7 +26,7 @@ from stagemesh.v1 import stage_worker_pb2 as stagemesh_dot_v1_dot_stage__worker_
 from stagemesh.v1 import topology_pb2 as stagemesh_dot_v1_dot_topology__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/control.proto\x12\x0cstagemesh.v1\x1a\x1fstagemesh/v1/stage_worker.proto\x1a\x1bstagemesh/v1/topology.proto\"\xf3\x01\n\x0bJoinRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\'\n\x06wanted\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x18\n\x0bnum_devices\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nlast_epoch\x18\t \x01(\x04\x42\x0e\n\x0c_num_devices\"\xb9\x01\n\x0cJoinResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x08topology\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\"\n\x1aheartbeat_interval_seconds\x18\x04 \x01(\x01\x12\x1c\n\x14head_timeout_seconds\x18\x05 \x01(\x01\"S\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.StatusResponse\"L\n\x11HeartbeatResponse\x12\r\n\x05leave\x18\x01 \x01(\x08\x12\x14\n\x0cleave_reason\x18\x02 \x01(\t\x12\x12\n\nother_head\x18\x03 \x01(\x08\"H\n\x0f\x44iagnoseRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x14\n\x0chash_weights\x18\x03 \x01(\x08\"\x87\x03\n\x10\x44iagnoseResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tis_doctor\x18\x02 \x01(\x08\x12(\n\x08topology\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12.\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x30\n\x08versions\x18\x05 \x03(\x0b\x32\x1e.stagemesh.v1.FingerprintField\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12+\n\x07members\x18\x07 \x03(\x0b\x32\x1a.stagemesh.v1.MemberReport\x12\x0f\n\x07missing\x18\x08 \x03(\t\x12\x18\n\x10not_ready_reason\x18\t \x01(\t\x12-\n\x08progress\x18\n \x03(\x0b\x32\x1b.stagemesh.v1.StageProgress\x12/\n\x0c\x63ontent_hash\x18\x0b \x01(\x0b\x32\x19.stagemesh.v1.ContentHash\"n\n\x0b\x43ontentHash\x12\x14\n\x0chashed_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12%\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x16.stagemesh.v1.FileHash\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"(\n\x08\x46ileHash\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"\xf7\x01\n\x0cMemberReport\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12*\n\tplacement\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\x16\n\x0esilent_seconds\x18\x06 \x01(\x01\x12,\n\x06status\x18\x07 \x01(\x0b\x32\x1c.stagemesh.v1.StatusResponse\x12\x1f\n\x12round_trip_seconds\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_round_trip_seconds\"u\n\rStageProgress\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07pp_rank\x18\x02 \x01(\r\x12\x14\n\x0csent_step_id\x18\x03 \x01(\x04\x12\x14\n\x0c\x64one_step_id\x18\x04 \x01(\x04\x12\x16\n\x0esilent_seconds\x18\x05 \x01(\x01\"\x1e\n\x0b\x45\x63hoRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"6\n\x0c\x45\x63hoResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x15\n\rclock_seconds\x18\x02 \x01(\x01\x32\xa7\x02\n\x0e\x43ontrolService\x12=\n\x04Join\x12\x19.stagemesh.v1.JoinRequest\x1a\x1a.stagemesh.v1.JoinResponse\x12L\n\tHeartbeat\x12\x1e.stagemesh.v1.HeartbeatRequest\x1a\x1f.stagemesh.v1.HeartbeatResponse\x12I\n\x08\x44iagnose\x12\x1d.stagemesh.v1.DiagnoseRequest\x1a\x1e.stagemesh.v1.DiagnoseResponse\x12=\n\x04\x45\x63ho\x12\x19.stagemesh.v1.EchoRequest\x1a\x1a.stagemesh.v1.EchoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/control.proto\x12\x0cstagemesh.v1\x1a\x1fstagemesh/v1/stage_worker.proto\x1a\x1bstagemesh/v1/topology.proto\"\x97\x02\n\x0bJoinRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\'\n\x06wanted\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12.\n\x0b\x66ingerprint\x18\x06 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x18\n\x0bnum_devices\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nlast_epoch\x18\t \x01(\x04\x12\x0f\n\x07standby\x18\n \x01(\x08\x12\x11\n\ttook_over\x18\x0b \x01(\x08\x42\x0e\n\x0c_num_devices\"\xca\x01\n\x0cJoinResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x08topology\x18\x02 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\"\n\x1aheartbeat_interval_seconds\x18\x04 \x01(\x01\x12\x1c\n\x14head_timeout_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07standby\x18\x06 \x01(\x08\"S\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.stagemesh.v1.StatusResponse\"f\n\x11HeartbeatResponse\x12\r\n\x05leave\x18\x01 \x01(\x08\x12\x14\n\x0cleave_reason\x18\x02 \x01(\t\x12\x12\n\nother_head\x18\x03 \x01(\x08\x12\x18\n\x10place_lost_epoch\x18\x04 \x01(\x04\"H\n\x0f\x44iagnoseRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x14\n\x0chash_weights\x18\x03 \x01(\x08\"\x87\x03\n\x10\x44iagnoseResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tis_doctor\x18\x02 \x01(\x08\x12(\n\x08topology\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12.\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x30\n\x08versions\x18\x05 \x03(\x0b\x32\x1e.stagemesh.v1.FingerprintField\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12+\n\x07members\x18\x07 \x03(\x0b\x32\x1a.stagemesh.v1.MemberReport\x12\x0f\n\x07missing\x18\x08 \x03(\t\x12\x18\n\x10not_ready_reason\x18\t \x01(\t\x12-\n\x08progress\x18\n \x03(\x0b\x32\x1b.stagemesh.v1.StageProgress\x12/\n\x0c\x63ontent_hash\x18\x0b \x01(\x0b\x32\x19.stagemesh.v1.ContentHash\"n\n\x0b\x43ontentHash\x12\x14\n\x0chashed_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12%\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x16.stagemesh.v1.FileHash\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"(\n\x08\x46ileHash\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"\xf7\x01\n\x0cMemberReport\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x11\n\tnode_rank\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12*\n\tplacement\x18\x05 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\x16\n\x0esilent_seconds\x18\x06 \x01(\x01\x12,\n\x06status\x18\x07 \x01(\x0b\x32\x1c.stagemesh.v1.StatusResponse\x12\x1f\n\x12round_trip_seconds\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_round_trip_seconds\"u\n\rStageProgress\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07pp_rank\x18\x02 \x01(\r\x12\x14\n\x0csent_step_id\x18\x03 \x01(\x04\x12\x14\n\x0c\x64one_step_id\x18\x04 \x01(\x04\x12\x16\n\x0esilent_seconds\x18\x05 \x01(\x01\"\x1e\n\x0b\x45\x63hoRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"6\n\x0c\x45\x63hoResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x15\n\rclock_seconds\x18\x02 \x01(\x01\x32\xa7\x02\n\x0e\x43ontrolService\x12=\n\x04Join\x12\x19.stagemesh.v1.JoinRequest\x1a\x1a.stagemesh.v1.JoinResponse\x12L\n\tHeartbeat\x12\x1e.stagemesh.v1.HeartbeatRequest\x1a\x1f.stagemesh.v1.HeartbeatResponse\x12I\n\x08\x44iagnose\x12\x1d.stagemesh.v1.DiagnoseRequest\x1a\x1e.stagemesh.v1.DiagnoseResponse\x12=\n\x04\x45\x63ho\x12\x19.stagemesh.v1.EchoRequest\x1a\x1a.stagemesh.v1.EchoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.control_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_JOINREQUEST']._serialized_start=107
-  _globals['_JOINREQUEST']._serialized_end=350
-  _globals['_JOINRESPONSE']._serialized_start=353
-  _globals['_JOINRESPONSE']._serialized_end=538
-  _globals['_HEARTBEATREQUEST']._serialized_start=540
-  _globals['_HEARTBEATREQUEST']._serialized_end=623
-  _globals['_HEARTBEATRESPONSE']._serialized_start=625
-  _globals['_HEARTBEATRESPONSE']._serialized_end=701
-  _globals['_DIAGNOSEREQUEST']._serialized_start=703
-  _globals['_DIAGNOSEREQUEST']._serialized_end=775
-  _globals['_DIAGNOSERESPONSE']._serialized_start=778
-  _globals['_DIAGNOSERESPONSE']._serialized_end=1169
-  _globals['_CONTENTHASH']._serialized_start=1171
-  _globals['_CONTENTHASH']._serialized_end=1281
-  _globals['_FILEHASH']._serialized_start=1283
-  _globals['_FILEHASH']._serialized_end=1323
-  _globals['_MEMBERREPORT']._serialized_start=1326
-  _globals['_MEMBERREPORT']._serialized_end=1573
-  _globals['_STAGEPROGRESS']._serialized_start=1575
-  _globals['_STAGEPROGRESS']._serialized_end=1692
-  _globals['_ECHOREQUEST']._serialized_start=1694
-  _globals['_ECHOREQUEST']._serialized_end=1724
-  _globals['_ECHORESPONSE']._serialized_start=1726
-  _globals['_ECHORESPONSE']._serialized_end=1780
-  _globals['_CONTROLSERVICE']._serialized_start=1783
-  _globals['_CONTROLSERVICE']._serialized_end=2078
+  _globals['_JOINREQUEST']._serialized_end=386
+  _globals['_JOINRESPONSE']._serialized_start=389
+  _globals['_JOINRESPONSE']._serialized_end=591
+  _globals['_HEARTBEATREQUEST']._serialized_start=593
+  _globals['_HEARTBEATREQUEST']._serialized_end=676
+  _globals['_HEARTBEATRESPONSE']._serialized_start=678
+  _globals['_HEARTBEATRESPONSE']._serialized_end=780
+  _globals['_DIAGNOSEREQUEST']._serialized_start=782
+  _globals['_DIAGNOSEREQUEST']._serialized_end=854
+  _globals['_DIAGNOSERESPONSE']._serialized_start=857
+  _globals['_DIAGNOSERESPONSE']._serialized_end=1248
+  _globals['_CONTENTHASH']._serialized_start=1250
+  _globals['_CONTENTHASH']._serialized_end=1360
+  _globals['_FILEHASH']._serialized_start=1362
+  _globals['_FILEHASH']._serialized_end=1402
+  _globals['_MEMBERREPORT']._serialized_start=1405
+  _globals['_MEMBERREPORT']._serialized_end=1652
+  _globals['_STAGEPROGRESS']._serialized_start=1654
+  _globals['_STAGEPROGRESS']._serialized_end=1771
+  _globals['_ECHOREQUEST']._serialized_start=1773
+  _globals['_ECHOREQUEST']._serialized_end=1803
+  _globals['_ECHORESPONSE']._serialized_start=1805
+  _globals['_ECHORESPONSE']._serialized_end=1859
+  _globals['_CONTROLSERVICE']._serialized_start=1862
+  _globals['_CONTROLSERVICE']._serialized_end=2157
 # @@protoc_insertion_point(module_scope)

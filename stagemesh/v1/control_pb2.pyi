@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("node", "node_rank", "address", "pid", "wanted", "fingerprint", "device", "num_devices", "last_epoch")
+    __slots__ = ("node", "node_rank", "address", "pid", "wanted", "fingerprint", "device", "num_devices", "last_epoch", "standby", "took_over")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class JoinRequest(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUM_DEVICES_FIELD_NUMBER: _ClassVar[int]
     LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
+    TOOK_OVER_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_rank: int
     address: str
@@ -28,21 +30,25 @@ class JoinRequest(_message.Message):
     device: str
     num_devices: int
     last_epoch: int
-    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., wanted: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., device: _Optional[str] = ..., num_devices: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
+    standby: bool
+    took_over: bool
+    def __init__(self, node: _Optional[str] = ..., node_rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., wanted: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., fingerprint: _Optional[_Union[_topology_pb2.Fingerprint, _Mapping]] = ..., device: _Optional[str] = ..., num_devices: _Optional[int] = ..., last_epoch: _Optional[int] = ..., standby: _Optional[bool] = ..., took_over: _Optional[bool] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("worker_id", "topology", "placement", "heartbeat_interval_seconds", "head_timeout_seconds")
+    __slots__ = ("worker_id", "topology", "placement", "heartbeat_interval_seconds", "head_timeout_seconds", "standby")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HEAD_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     topology: _topology_pb2.Topology
     placement: _topology_pb2.Placement
     heartbeat_interval_seconds: float
     head_timeout_seconds: float
-    def __init__(self, worker_id: _Optional[str] = ..., topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., placement: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., heartbeat_interval_seconds: _Optional[float] = ..., head_timeout_seconds: _Optional[float] = ...) -> None: ...
+    standby: bool
+    def __init__(self, worker_id: _Optional[str] = ..., topology: _Optional[_Union[_topology_pb2.Topology, _Mapping]] = ..., placement: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., heartbeat_interval_seconds: _Optional[float] = ..., head_timeout_seconds: _Optional[float] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("worker_id", "status")
@@ -53,14 +59,16 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., status: _Optional[_Union[_stage_worker_pb2.StatusResponse, _Mapping]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("leave", "leave_reason", "other_head")
+    __slots__ = ("leave", "leave_reason", "other_head", "place_lost_epoch")
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_REASON_FIELD_NUMBER: _ClassVar[int]
     OTHER_HEAD_FIELD_NUMBER: _ClassVar[int]
+    PLACE_LOST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     leave: bool
     leave_reason: str
     other_head: bool
-    def __init__(self, leave: _Optional[bool] = ..., leave_reason: _Optional[str] = ..., other_head: _Optional[bool] = ...) -> None: ...
+    place_lost_epoch: int
+    def __init__(self, leave: _Optional[bool] = ..., leave_reason: _Optional[str] = ..., other_head: _Optional[bool] = ..., place_lost_epoch: _Optional[int] = ...) -> None: ...
 
 class DiagnoseRequest(_message.Message):
     __slots__ = ("node", "node_rank", "hash_weights")

@@ -27,7 +27,7 @@ from stagemesh.v1 import step_pb2 as stagemesh_dot_v1_dot_step__pb2
 from stagemesh.v1 import topology_pb2 as stagemesh_dot_v1_dot_topology__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stagemesh/v1/rank.proto\x12\x0cstagemesh.v1\x1a\x1fstagemesh/v1/stage_worker.proto\x1a\x17stagemesh/v1/step.proto\x1a\x1bstagemesh/v1/topology.proto\"\xaa\x02\n\x0bRankCommand\x12\"\n\x04step\x18\x01 \x01(\x0b\x32\x12.stagemesh.v1.StepH\x00\x12\x34\n\nopen_store\x18\x02 \x01(\x0b\x32\x1e.stagemesh.v1.OpenStoreRequestH\x00\x12\x34\n\nform_group\x18\x03 \x01(\x0b\x32\x1e.stagemesh.v1.FormGroupRequestH\x00\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.StagePlanH\x00\x12&\n\x04stop\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.RankStopH\x00\x12/\n\x0bleave_group\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.LeaveGroupH\x00\x42\t\n\x07\x63ommand\"\n\n\x08RankStop\"\x0c\n\nLeaveGroup\"\x0b\n\tGroupLeft\"\x84\x01\n\tRankHello\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12*\n\x06memory\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.DeviceMemory\"{\n\tRankAlive\x12\x14\n\x0clast_step_id\x18\x01 \x01(\x04\x12\x19\n\x11memory_peak_bytes\x18\x02 \x01(\x04\x12&\n\x05phase\x18\x03 \x01(\x0e\x32\x17.stagemesh.v1.RankPhase\x12\x15\n\rphase_seconds\x18\x04 \x01(\x01\"\xc1\x03\n\tRankEvent\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.RankHelloH\x00\x12\x37\n\x0cstore_opened\x18\x02 \x01(\x0b\x32\x1f.stagemesh.v1.OpenStoreResponseH\x00\x12\x37\n\x0cgroup_formed\x18\x03 \x01(\x0b\x32\x1f.stagemesh.v1.FormGroupResponseH\x00\x12\x33\n\rload_progress\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.LoadProgressH\x00\x12*\n\x06loaded\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.RankReportH\x00\x12*\n\x06result\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.StepResultH\x00\x12)\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x18.stagemesh.v1.StageErrorH\x00\x12(\n\x05\x61live\x18\x08 \x01(\x0b\x32\x17.stagemesh.v1.RankAliveH\x00\x12-\n\ngroup_left\x18\t \x01(\x0b\x32\x17.stagemesh.v1.GroupLeftH\x00\x42\x07\n\x05\x65ventb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stagemesh/v1/rank.proto\x12\x0cstagemesh.v1\x1a\x1fstagemesh/v1/stage_worker.proto\x1a\x17stagemesh/v1/step.proto\x1a\x1bstagemesh/v1/topology.proto\"\xd9\x02\n\x0bRankCommand\x12\"\n\x04step\x18\x01 \x01(\x0b\x32\x12.stagemesh.v1.StepH\x00\x12\x34\n\nopen_store\x18\x02 \x01(\x0b\x32\x1e.stagemesh.v1.OpenStoreRequestH\x00\x12\x34\n\nform_group\x18\x03 \x01(\x0b\x32\x1e.stagemesh.v1.FormGroupRequestH\x00\x12\'\n\x04load\x18\x04 \x01(\x0b\x32\x17.stagemesh.v1.StagePlanH\x00\x12&\n\x04stop\x18\x05 \x01(\x0b\x32\x16.stagemesh.v1.RankStopH\x00\x12/\n\x0bleave_group\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.LeaveGroupH\x00\x12-\n\ntake_place\x18\x07 \x01(\x0b\x32\x17.stagemesh.v1.TakePlaceH\x00\x42\t\n\x07\x63ommand\"-\n\tTakePlace\x12\x0f\n\x07pp_rank\x18\x01 \x01(\r\x12\x0f\n\x07tp_rank\x18\x02 \x01(\r\"\x0c\n\nPlaceTaken\"\n\n\x08RankStop\"\x0c\n\nLeaveGroup\"\x0b\n\tGroupLeft\"\x84\x01\n\tRankHello\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12.\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12*\n\x06memory\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.DeviceMemory\"{\n\tRankAlive\x12\x14\n\x0clast_step_id\x18\x01 \x01(\x04\x12\x19\n\x11memory_peak_bytes\x18\x02 \x01(\x04\x12&\n\x05phase\x18\x03 \x01(\x0e\x32\x17.stagemesh.v1.RankPhase\x12\x15\n\rphase_seconds\x18\x04 \x01(\x01\"\xf2\x03\n\tRankEvent\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.RankHelloH\x00\x12\x37\n\x0cstore_opened\x18\x02 \x01(\x0b\x32\x1f.stagemesh.v1.OpenStoreResponseH\x00\x12\x37\n\x0cgroup_formed\x18\x03 \x01(\x0b\x32\x1f.stagemesh.v1.FormGroupResponseH\x00\x12\x33\n\rload_progress\x18\x04 \x01(\x0b\x32\x1a.stagemesh.v1.LoadProgressH\x00\x12*\n\x06loaded\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.RankReportH\x00\x12*\n\x06result\x18\x06 \x01(\x0b\x32\x18.stagemesh.v1.StepResultH\x00\x12)\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x18.stagemesh.v1.StageErrorH\x00\x12(\n\x05\x61live\x18\x08 \x01(\x0b\x32\x17.stagemesh.v1.RankAliveH\x00\x12-\n\ngroup_left\x18\t \x01(\x0b\x32\x17.stagemesh.v1.GroupLeftH\x00\x12/\n\x0bplace_taken\x18\n \x01(\x0b\x32\x18.stagemesh.v1.PlaceTakenH\x00\x42\x07\n\x05\x65ventb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.rank_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKCOMMAND']._serialized_start=129
-  _globals['_RANKCOMMAND']._serialized_end=427
-  _globals['_RANKSTOP']._serialized_start=429
-  _globals['_RANKSTOP']._serialized_end=439
-  _globals['_LEAVEGROUP']._serialized_start=441
-  _globals['_LEAVEGROUP']._serialized_end=453
-  _globals['_GROUPLEFT']._serialized_start=455
-  _globals['_GROUPLEFT']._serialized_end=466
-  _globals['_RANKHELLO']._serialized_start=469
-  _globals['_RANKHELLO']._serialized_end=601
-  _globals['_RANKALIVE']._serialized_start=603
-  _globals['_RANKALIVE']._serialized_end=726
-  _globals['_RANKEVENT']._serialized_start=729
-  _globals['_RANKEVENT']._serialized_end=1178
+  _globals['_RANKCOMMAND']._serialized_end=474
+  _globals['_TAKEPLACE']._serialized_start=476
+  _globals['_TAKEPLACE']._serialized_end=521
+  _globals['_PLACETAKEN']._serialized_start=523
+  _globals['_PLACETAKEN']._serialized_end=535
+  _globals['_RANKSTOP']._serialized_start=537
+  _globals['_RANKSTOP']._serialized_end=547
+  _globals['_LEAVEGROUP']._serialized_start=549
+  _globals['_LEAVEGROUP']._serialized_end=561
+  _globals['_GROUPLEFT']._serialized_start=563
+  _globals['_GROUPLEFT']._serialized_end=574
+  _globals['_RANKHELLO']._serialized_start=577
+  _globals['_RANKHELLO']._serialized_end=709
+  _globals['_RANKALIVE']._serialized_start=711
+  _globals['_RANKALIVE']._serialized_end=834
+  _globals['_RANKEVENT']._serialized_start=837
+  _globals['_RANKEVENT']._serialized_end=1335
 # @@protoc_insertion_point(module_scope)

@@ -17,6 +17,7 @@ class ComponentState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMPONENT_STATE_READY: _ClassVar[ComponentState]
     COMPONENT_STATE_DRAINING: _ClassVar[ComponentState]
     COMPONENT_STATE_FAILED: _ClassVar[ComponentState]
+    COMPONENT_STATE_STANDBY: _ClassVar[ComponentState]
 
 class RankPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -31,6 +32,7 @@ COMPONENT_STATE_LOADING: ComponentState
 COMPONENT_STATE_READY: ComponentState
 COMPONENT_STATE_DRAINING: ComponentState
 COMPONENT_STATE_FAILED: ComponentState
+COMPONENT_STATE_STANDBY: ComponentState
 RANK_PHASE_UNSPECIFIED: RankPhase
 RANK_PHASE_CONTROL_WAIT: RankPhase
 RANK_PHASE_RECEIVE: RankPhase
@@ -50,12 +52,16 @@ class OpenStoreResponse(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class ResetRanksRequest(_message.Message):
-    __slots__ = ("epoch", "replace")
+    __slots__ = ("epoch", "replace", "placement", "standby")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     replace: bool
-    def __init__(self, epoch: _Optional[int] = ..., replace: _Optional[bool] = ...) -> None: ...
+    placement: _topology_pb2.Placement
+    standby: bool
+    def __init__(self, epoch: _Optional[int] = ..., replace: _Optional[bool] = ..., placement: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class ResetRanksResponse(_message.Message):
     __slots__ = ()
@@ -188,7 +194,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("tp_rank", "device", "pid", "state", "memory_peak_bytes", "memory_at_start", "phase", "phase_seconds")
+    __slots__ = ("tp_rank", "device", "pid", "state", "memory_peak_bytes", "memory_at_start", "phase", "phase_seconds", "started")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +203,7 @@ class RankStatus(_message.Message):
     MEMORY_AT_START_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     device: str
     pid: int
@@ -205,25 +212,28 @@ class RankStatus(_message.Message):
     memory_at_start: DeviceMemory
     phase: RankPhase
     phase_seconds: float
-    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_peak_bytes: _Optional[int] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., phase_seconds: _Optional[float] = ...) -> None: ...
+    started: bool
+    def __init__(self, tp_rank: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[ComponentState, str]] = ..., memory_peak_bytes: _Optional[int] = ..., memory_at_start: _Optional[_Union[DeviceMemory, _Mapping]] = ..., phase: _Optional[_Union[RankPhase, str]] = ..., phase_seconds: _Optional[float] = ..., started: _Optional[bool] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("state", "epoch", "last_step_id", "ranks", "error")
+    __slots__ = ("state", "epoch", "last_step_id", "ranks", "error", "holds")
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_ID_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     state: ComponentState
     epoch: int
     last_step_id: int
     ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
     error: _step_pb2.StageError
-    def __init__(self, state: _Optional[_Union[ComponentState, str]] = ..., epoch: _Optional[int] = ..., last_step_id: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ...) -> None: ...
+    holds: _topology_pb2.Placement
+    def __init__(self, state: _Optional[_Union[ComponentState, str]] = ..., epoch: _Optional[int] = ..., last_step_id: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., error: _Optional[_Union[_step_pb2.StageError, _Mapping]] = ..., holds: _Optional[_Union[_topology_pb2.Placement, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_seconds", "head_leaves")

@@ -55,6 +55,8 @@ class Rank:
                     self.emit(rank_pb2.RankEvent(group_formed=epoch))
                 case "leave_group":
                     self.emit(rank_pb2.RankEvent(group_left=rank_pb2.GroupLeft()))
+                case "take_place":
+                    self.emit(rank_pb2.RankEvent(place_taken=rank_pb2.PlaceTaken()))
                 case "load":
                     self.load(command.load)
                 case "step":

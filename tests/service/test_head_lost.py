@@ -17,10 +17,10 @@ from services.control.client import ControlClient
 from services.control.membership import Member, Membership
 from services.control.server import control_server
 from services.control.service import ControlService
+from services.control.takeover import Readiness
 from services.errors import (
     FingerprintMismatch,
     HeadLost,
-    JoinRefused,
     NotAuthenticated,
     NotPermitted,
     StageFailed,
@@ -34,7 +34,13 @@ from services.topology.fingerprint import stated_fingerprint
 from services.topology.placement import NodeDevices, place
 from stage_worker import place as worker_place
 from stage_worker.service import StageWorker
-from stagemesh.v1 import control_pb2, control_pb2_grpc, step_pb2, topology_pb2
+from stagemesh.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    stage_worker_pb2,
+    step_pb2,
+    topology_pb2,
+)
 from tests.certificates import Pki
 from tests.service.worker_stage import TIMEOUT_SECONDS, until
 
@@ -70,19 +76,30 @@ async def head(
 
 @contextlib.asynccontextmanager
 async def worker(
-    port: int, *, waits: bool = True, tls: TlsFiles | None = None
+    port: int,
+    *,
+    waits: bool = True,
+    tls: TlsFiles | None = None,
+    standby: bool = False,
+    losses: list[str] | None = None,
 ) -> AsyncIterator[tuple[StageWorker, asyncio.Task[None]]]:
-    """A worker without ranks that has joined: as if they had run in epoch 5 of `PLAN`."""
+    """A worker without ranks that has joined: as if they had run in epoch 5 of `PLAN`. `losses`
+    gets an entry each time that its place is lost."""
     serving = StageWorker(waits_for_head=waits)
     serving._epoch, serving._plan_fingerprint = 5, PLAN
     request = control_pb2.JoinRequest(
         node="n", address="127.0.0.1:9", pid=1, device="cpu", fingerprint=stated_fingerprint()
     )
+    request.standby = standby
     joined: list[control_pb2.JoinResponse] = []
     control = ControlClient("127.0.0.1", port, tls)
     timeout_seconds = None if waits else TIMEOUT_SECONDS
     holding = asyncio.create_task(
-        worker_place.hold_place(control, request, serving, joined.append, timeout_seconds)
+        worker_place.hold_place(
+            *(control, request, serving, joined.append),
+            lambda: None if losses is None else losses.append("lost"),
+            timeout_seconds,
+        )
     )
     await until(lambda: bool(joined) or holding.done(), "the join")
     try:
@@ -155,28 +172,26 @@ async def test_a_head_with_another_plan_refuses_the_worker() -> None:
             assert not table.members
 
 
-async def test_a_place_on_other_devices_is_no_place() -> None:
+async def test_ranks_keep_their_devices_where_the_next_head_plans_others() -> None:
+    """A device follows its process: who is started anew gets what is left."""
     async with contextlib.AsyncExitStack() as stack:
+        request = control_pb2.JoinRequest(
+            node="n",
+            address="127.0.0.1:8",
+            pid=2,
+            device="cpu",
+            fingerprint=stated_fingerprint(),
+            wanted=topology_pb2.Placement(pp_rank=1),
+        )
         async with head() as (table, port):
-            table.join(
-                control_pb2.JoinRequest(
-                    node="n",
-                    address="127.0.0.1:8",
-                    pid=2,
-                    device="cpu",
-                    fingerprint=stated_fingerprint(),
-                    wanted=topology_pb2.Placement(pp_rank=1),
-                ),
-                asyncio.get_running_loop().time(),
-            )
+            table.join(request, asyncio.get_running_loop().time())
             _, holding = await stack.enter_async_context(worker(port))
-        # Where the nodes are planned, stage 0 is on device 0, and the worker's rank runs on 1.
-        async with head(port, num_devices=2):
-            await asyncio.wait((holding,), timeout=TIMEOUT_SECONDS)
-            refusal = failure_of(holding.exception() or AssertionError())
-            assert isinstance(refusal, JoinRefused)
-            assert "on devices 0) than the one whose weights it holds" in refusal.message
-            assert "on devices 1); restart the worker" in refusal.message
+        # Stage 0 is planned on device 0, and the worker's rank runs on 1.
+        async with head(port, num_devices=2) as (table, _):
+            await until(lambda: bool(table.members) or holding.done(), "the worker")
+            table.join(request, asyncio.get_running_loop().time())
+            assert [member.device_indices for member in table.members] == [(1,), (0,)]
+            assert not holding.done()
 
 
 async def test_what_is_in_the_way_for_a_while_ends_nobody() -> None:
@@ -341,3 +356,61 @@ async def test_a_mesh_does_not_start_with_a_worker_that_is_silent() -> None:
         await service.complete(0.05)
     table.forgive(now)
     await service.complete(0.05)
+
+
+async def test_a_spare_is_a_spare_of_the_next_head() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        async with head() as (table, port):
+            serving, _ = await stack.enter_async_context(worker(port, standby=True))
+            assert (len(table.members), len(table.spares)) == (0, 1)
+        async with head(port) as (table, _):
+            await until(lambda: bool(table.spares), "the spare")
+            assert not table.members
+            assert serving.standing.is_spare
+
+
+async def test_a_spare_that_has_taken_a_place_over_holds_it_under_the_next_head() -> None:
+    """And whoever had it before is a spare there."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with head() as (_, port):
+            serving, _ = await stack.enter_async_context(worker(port, standby=True))
+            own = topology_pb2.Placement(
+                pp_rank=1, tp_ranks=[0], device_indices=[0], layer_start=3, layer_end=5
+            )
+            serving.standing.take(5, own, 1)
+        async with head(port) as (table, _):
+            await until(lambda: bool(table.members), "the worker")
+            (member,) = table.members
+            assert (member.placement.pp_rank, member.device_indices) == (1, (0,))
+            again = control_pb2.JoinRequest(
+                address="127.0.0.1:8", pid=2, device="cpu", fingerprint=stated_fingerprint()
+            )
+            again.wanted.pp_rank = 1
+            now = asyncio.get_running_loop().time()
+            assert table.join(again, now).standby
+
+
+async def test_whoever_hears_that_its_place_is_taken_over_is_told_once() -> None:
+    losses: list[str] = []
+    async with head() as (table, port), worker(port, losses=losses) as (serving, _):
+        now = asyncio.get_running_loop().time()
+        # One for the stage that nobody holds, too.
+        for pid in (2, 3):
+            request = control_pb2.JoinRequest(
+                address=f"127.0.0.1:{pid}",
+                pid=pid,
+                device="cpu",
+                fingerprint=stated_fingerprint(),
+                standby=True,
+            )
+            beat = control_pb2.HeartbeatRequest(worker_id=table.join(request, now).worker_id)
+            beat.status.state = stage_worker_pb2.COMPONENT_STATE_STANDBY
+            beat.status.ranks.add(started=True)
+            table.heartbeat(beat, now)
+        old = table.members[0].worker_id
+        table.take_over(0, 7, now, {old: Readiness.STARTING})
+        await until(lambda: serving.standing.is_spare, "the loss")
+        heard_at = table.spares[0].heard_at
+        await until(lambda: table.spares[0].heard_at > heard_at + 0.1, "more heartbeats")
+        assert losses == ["lost"]
+        assert [spare.worker_id for spare in table.spares] == [old]

@@ -217,6 +217,18 @@ def test_a_missing_file_is_refused() -> None:
         (("m", *RAY, "--wait-for-head"), "--wait-for-head is for --distributed-executor-backend"),
         (("m", "--wait-for-head"), "--wait-for-head is for --headless and stagemesh stage-worker"),
         (("m", "--distributed-executor-backend", "dask"), "must be one of mp, ray, got 'dask'"),
+        (("m", *RAY, "--standby", "1"), "with --distributed-executor-backend ray: Ray's launcher"),
+        (("m", "--standby", "1", "--max-recovery-attempts", "0"), "no spare ever takes over"),
+        (("m", "--standby-stages", "0"), "names 1 stages, and --standby starts 0 spares"),
+        (("m", "--standby", "1", "--standby-stages", "1"), "names stage 1, and there are stages 0"),
+        (("m", "--standby-stages", "0,-1"), "must be one or more numbers of stages"),
+        (
+            (
+                *("m", "--headless", "--nnodes", "2", "--node-rank", "1"),
+                *("--standby", "1", "--standby-stages", "0"),
+            ),
+            "--standby-stages is for the head",
+        ),
     ],
 )
 def test_wrong_usage_names_the_flag_and_the_remedy(argv: tuple[str, ...], message: str) -> None:
@@ -280,6 +292,21 @@ def test_stage_worker() -> None:
     arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, argv)
     config = stage_worker_config(arguments, STAGE_WORKER_GROUPS, {})
     assert config == StageWorkerConfig(master_addr="10.0.0.1", pp_rank=1, lifeline_fd=7)
+
+
+def test_spares_and_what_they_hold(tmp_path: Path) -> None:
+    config = parse("m", "-pp", "3", "--standby", "2", "--standby-stages", "2,0")
+    assert (config.standby, config.standby_stages) == (2, (2, 0))
+    in_file = write(tmp_path, "pipeline-parallel-size: 3\nstandby: 1\nstandby-stages: 2\n")
+    assert parse("m", "--config", in_file).standby_stages == (2,)
+    # With several nodes the spares may be elsewhere.
+    several = ("-pp", "2", "--nnodes", "2", "--standby-stages", "0,1")
+    assert parse("m", *several).standby == 0
+    arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, ("--standby",))
+    assert stage_worker_config(arguments, STAGE_WORKER_GROUPS, {}).standby
+    arguments = parse_arguments("gateway", "", SERVE_GROUPS, MODEL, ("m", "--standby", "1"))
+    with pytest.raises(UsageError, match="start them with stagemesh stage-worker --standby"):
+        serve_config("gateway", arguments, SERVE_GROUPS, {})
 
 
 def test_a_node_that_waits_for_its_head() -> None:

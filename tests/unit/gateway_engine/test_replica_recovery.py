@@ -15,6 +15,7 @@ from gateway import replica as replica_module
 from gateway.pipeline.mesh_pipeline import STEP_STUCK
 from gateway.recovery import RecoveryLimits
 from gateway.replica import Replica, ReplicaHooks, ReplicaState
+from gateway.standby import Standby
 from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
 from services.control.service import ControlService
 from services.errors import ModelError, StageFailed, StagemeshError
@@ -53,7 +54,7 @@ class ScriptedClient:
         self.pp_rank = pp_rank
         self._script = script
 
-    async def reset_ranks(self, epoch: int, *, replace: bool = False) -> None:
+    async def reset_ranks(self, epoch: int, placement: object, *, replace: bool = False) -> None:
         self._script.resets.append((epoch, self.pp_rank, replace))
         self._script.on_reset(epoch, self.pp_rank)
 
@@ -124,12 +125,16 @@ class Rig:
             blocks_per_sequence=1,
             wanted_blocks=NUM_BLOCKS,
         )
+        self.taken_over: list[int] = []
+        """Replicas, once for each takeover."""
+        self.standby = Standby(self.control, plan.stage_plan, (), self.taken_over.append)
         hooks = ReplicaHooks(
             lambda pipeline, num_blocks: self.engine,  # type: ignore[arg-type, return-value]
             count(1),
             lambda pp_rank, result: None,
             lambda seconds: None,
             lambda reason, seconds, tokens: None,
+            self.standby,
         )
         limits = RecoveryLimits(3, timeout_seconds)
         self.replica = Replica(plan, 0, self.control, hooks, limits)  # type: ignore[arg-type]

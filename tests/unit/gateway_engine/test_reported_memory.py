@@ -47,7 +47,9 @@ def member(placement: StagePlacement, device: str, *free_bytes: int | None) -> M
             rank.memory_at_start.free_bytes = free
             rank.memory_at_start.total_bytes = free
     host = f"host-{placement.node_rank}"
-    return Member("w", host, placement.node_rank, "127.0.0.1:1", 1, placement, 0.0, status)
+    return Member(
+        *("w", host, placement.node_rank, "127.0.0.1:1", 1, 0.0), placement, status=status
+    )
 
 
 def test_ranks_of_a_cpu_node_share_what_the_last_one_saw(plan: MeshPlan) -> None:

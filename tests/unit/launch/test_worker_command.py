@@ -25,3 +25,21 @@ def test_a_worker_is_told_where_certificates_are_and_nothing_of_what_is_in_them(
     with_tls, without = command("/etc/stagemesh/tls"), command(None)
     # Who was given TLS by a launcher must not go on without it.
     assert with_tls == [*without, "--tls-dir=/etc/stagemesh/tls", "--require-tls"]
+
+
+def test_a_spare_wants_no_place() -> None:
+    command = worker_command(
+        None,
+        node_rank=3,
+        master_addr="127.0.0.1",
+        master_port=1,
+        host="127.0.0.1",
+        device="cpu",
+        num_devices=1,
+        fingerprint=topology_pb2.Fingerprint(),
+        lifeline_fd=3,
+        pulse_fd=4,
+        tls_dir=None,
+    )
+    assert {"--standby", "--node-rank=3"} <= {*command}
+    assert not any("--pp-rank" in argument for argument in command)

@@ -241,6 +241,38 @@ def test_only_who_compares_acknowledges(plan: stage_worker_pb2.StagePlan) -> Non
     assert runner.apply_plan(plan, lambda done, total: None).fingerprint_digest == ""
 
 
+def test_a_spare_loads_where_it_is_told_to_stand(plan: stage_worker_pb2.StagePlan) -> None:
+    """In no group: it learns the size of its TP group from the plan. As another TP rank it holds
+    other slices, so nothing is kept; at another stage it keeps and loads by difference."""
+    wide = stage_worker_pb2.StagePlan()
+    wide.CopyFrom(plan)
+    wide.topology.tp_size, wide.num_blocks = 2, 0
+    del wide.placement.tp_ranks[:]
+    wide.placement.tp_ranks.extend((0, 1))
+    own = inspect_checkpoint(Path(wide.model_path))
+    wide.fingerprint.CopyFrom(
+        build_fingerprint(
+            own,
+            shape_from_proto(wide.topology),
+            dtype=wide.dtype,
+            block_size=wide.block_size,
+        )
+    )
+    with rank_loop() as worker, reading(worker):
+        reports = []
+        for tp_rank in (1, 0):
+            there = rank_pb2.TakePlace(pp_rank=0, tp_rank=tp_rank)
+            worker.send(rank_pb2.RankCommand(take_place=there))
+            event = load(worker, wide)
+            assert event.HasField("place_taken")
+            while (event := worker.event()).WhichOneof("event") == "load_progress":
+                pass
+            reports.append(event.loaded)
+        assert [report.tp_rank for report in reports] == [1, 0]
+        assert {report.num_blocks for report in reports} == {0}
+        assert reports[0].weight_bytes > 0
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_groups_form_at_the_store_that_is_named(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """S10: whatever store this rank has opened before."""

@@ -67,6 +67,16 @@ def refusal(request: MeshRequest) -> str:
             "to the next one; use --prefill-context-parallel-size 1",
         ),
         (
+            MeshRequest(pp_size=3, tp_size=4, nnodes=4, standby=True),
+            "standby-of-uneven-parts",
+            "--standby with --tensor-parallel-size 4 and 3 ranks on each of --nnodes 4: every",
+        ),
+        (
+            MeshRequest(standby=True, backend="ray"),
+            "standby-with-ray",
+            "--standby with --distributed-executor-backend ray: Ray's launcher starts one actor",
+        ),
+        (
             MeshRequest(pp_size=2, additional=XLITE),
             "pp-with-xlite-graph",
             "--additional-config xlite_graph_config.enabled = true with --pipeline-parallel-size "
@@ -268,8 +278,9 @@ def test_serve_and_plan_ask_alike() -> None:
     }
     serve = request_of(replace(ServeConfig(model="m"), **changes))  # type: ignore[arg-type]
     assert serve == request_of(replace(PlanSettings(), **changes))  # type: ignore[arg-type]
+    # Who starts ranks, and spares, is nothing that `plan` is asked.
     for field in fields(MeshRequest):
-        if field.name != "facts":
+        if field.name not in ("facts", "standby", "backend"):
             assert getattr(serve, field.name) != field.default, field.name
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.errors import ConfigError
 from services.topology.facts import MeshShape
-from services.topology.placement import NodeDevices, StagePlacement, place
+from services.topology.placement import NodeDevices, StagePlacement, check_spares, place
 
 
 def npu(node_rank: int, num_devices: int | None) -> NodeDevices:
@@ -97,3 +97,26 @@ def test_every_rank_has_one_device_of_its_own(
     assert all(index < counts[node] for node, index in devices)
     workers = [(p.node_rank, p.dp_rank, p.pp_rank) for p in placements]
     assert len(workers) == len(set(workers)), "one stage worker per stage and node"
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "nnodes", "num_spares", "num_devices", "fits"),
+    [
+        (1, 1, 0, 4, True),
+        (1, 1, 1, 4, False),
+        (1, 1, 1, 5, True),
+        (2, 1, 1, 9, False),
+        (2, 1, 1, 10, True),
+        # A stage spans two nodes, and so does what a spare takes over.
+        (4, 8, 1, 4, True),
+    ],
+)
+def test_spares_have_devices_of_their_own(
+    tp_size: int, nnodes: int, num_spares: int, num_devices: int, fits: bool
+) -> None:
+    shape = MeshShape(1, tp_size, 4, (1, 1, 1, 1))
+    if fits:
+        check_spares(shape, nnodes, num_spares, "cpu", num_devices, "node 0")
+        return
+    with pytest.raises(ConfigError, match=r"--standby 1 needs . devices .* --cpu-devices (5|10) "):
+        check_spares(shape, nnodes, num_spares, "cpu", num_devices, "node 0")
