@@ -24,7 +24,7 @@ from services.topology.families import (
 )
 from services.topology.fingerprint import build_fingerprint
 from services.topology.fit import check_fit, check_kv_cache, host_pool
-from services.topology.layouts import Demand
+from services.topology.layouts import Demand, default_partition
 from services.topology.partition import check_stage_count, resolve_partition
 from services.topology.placement import (
     NodeDevices,
@@ -115,12 +115,7 @@ def make_plan(
     check_stage_count(facts.num_hidden_layers, config.pipeline_parallel_size)
     device, num_devices = _devices(config, own_devices)
     check_compatibility(request_of(config, facts=facts, device=device))
-    partition = resolve_partition(
-        facts.num_hidden_layers,
-        config.pipeline_parallel_size,
-        config.pp_layer_partition,
-        config.pp_layer_partition_source,
-    )
+    partition = partition_of(config, facts, device)
     costs = _simulated_costs(config)
     if config.device == SIMULATED:
         checkpoint = without_weights(model_path)
@@ -221,6 +216,19 @@ def _served_facts(config: ServeConfig, model_path: Path) -> ModelFacts:
         broken = broken_rules(request_of(config, facts=planned.facts))
         besides = "".join(f". Besides, {rule.message}" for rule in broken)
         raise ModelError(error.message + besides, param=error.param) from None
+
+
+def partition_of(config: ServeConfig, facts: ModelFacts, device: str) -> tuple[int, ...]:
+    """Layers by stage, on devices of one kind. Raises `PartitionError`."""
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    check_stage_count(facts.num_hidden_layers, pp_size)
+    return resolve_partition(
+        facts.num_hidden_layers,
+        pp_size,
+        config.pp_layer_partition,
+        config.pp_layer_partition_source,
+        default_partition(facts, tp_size, pp_size, device),
+    )
 
 
 def _devices(config: ServeConfig, own_devices: bool) -> tuple[str, int | None]:

@@ -206,7 +206,7 @@ def _examine_model(
     # A partition that was refused before is not judged again as the even one in its place.
     refused_before = any(problem.param == PARTITION_FLAG for problem in request.problems)
     if facts is not None and not refused_before:
-        layout.partition(facts)
+        layout.partition(facts, device)
     layout.compatibility(facts, device)
     return path, None if path is None or facts is None else layout.plan(path, facts)
 

@@ -17,7 +17,7 @@ from services.doctor.gather import unreadable
 from services.doctor.ray_check import check_ray, names_cluster
 from services.errors import ModelError, PartitionError, StagemeshError
 from services.launch.devices import KINDS, SIMULATED, present_devices, resolve_device
-from services.mesh_plan import MeshPlan, make_plan
+from services.mesh_plan import MeshPlan, make_plan, partition_of
 from services.models.config_file import find_config
 from services.models.demo import DEMO_MODELS
 from services.models.resolve import is_repository_id, resolve_model
@@ -25,7 +25,7 @@ from services.topology.checkpoint import check_weights, inspect_checkpoint, with
 from services.topology.compatibility import broken_rules, request_of
 from services.topology.facts import MeshShape, ModelFacts
 from services.topology.families import read_model_facts, resolve_max_model_len
-from services.topology.partition import PARTITION_FLAG, format_partition, resolve_partition
+from services.topology.partition import PARTITION_FLAG, format_partition
 from services.topology.placement import check_devices, check_spares, ranks_per_node
 from services.units import counted, human_bytes
 
@@ -173,17 +173,12 @@ class LayoutChecks:
             )
         return facts
 
-    def partition(self, facts: ModelFacts) -> None:
+    def partition(self, facts: ModelFacts, device: str) -> None:
         """Count, sum, and at least 1 layer for each stage."""
         config = self._config
         partition = self._try(
             Check.PARTITION,
-            lambda: resolve_partition(
-                facts.num_hidden_layers,
-                config.pipeline_parallel_size,
-                config.pp_layer_partition,
-                config.pp_layer_partition_source,
-            ),
+            lambda: partition_of(config, facts, device),
         )
         if partition is not None:
             self._note(

@@ -200,6 +200,21 @@ def step_partition(facts: ModelFacts, tp_size: int, pp_size: int, dtype: str) ->
     return _balanced(costs, pp_size)
 
 
+def default_partition(
+    facts: ModelFacts, tp_size: int, pp_size: int, device: str
+) -> tuple[int, ...]:
+    """The cut of whoever gives none: `even_partition`, as vLLM cuts, except on CPUs.
+
+    There a token costs what its weights do, so a small model's LM head is worth many layers (eight
+    of SmolLM2-135M's thirty). It counts half: decoding needs it for every token, a prompt hardly.
+    """
+    if device != "cpu":
+        return even_partition(facts.num_hidden_layers, pp_size)
+    costs = [2 * size for size in layer_bytes(facts, tp_size, "float32")]
+    costs[-1] += _end_costs(facts, tp_size, pp_size, "float32")[1]
+    return _balanced(costs, pp_size)
+
+
 def _end_costs(facts: ModelFacts, tp_size: int, pp_size: int, dtype: str) -> tuple[int, int]:
     """Bytes that the first and the last stage hold beside their layers; a single stage's are
     all the first one's."""

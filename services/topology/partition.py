@@ -112,15 +112,16 @@ def resolve_partition(
     pp_size: int,
     partition: Sequence[int] | None = None,
     source: str = PARTITION_FLAG,
+    default: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The partition to use: the user's own where there is one, else the even one.
+    """The partition to use: the user's own where there is one, else `default` or the even one.
 
     `source` is where the user's own stands: flag, file or variable. Raises `PartitionError`
     that names it.
     """
     check_stage_count(num_layers, pp_size)
     if partition is None:
-        return even_partition(num_layers, pp_size)
+        return tuple(default or even_partition(num_layers, pp_size))
     check_partition(partition, num_layers, pp_size, param=source)
     return tuple(partition)
 

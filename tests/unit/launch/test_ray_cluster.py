@@ -173,6 +173,7 @@ def unused_address() -> str:
         (unused_address(), "Connection refused"),
         ("nowhere.invalid:6379", "not known|resolution"),
     ],
+    ids=["nobody listens", "no such host"],
 )
 def test_ray_is_not_asked_to_join_where_nobody_listens(
     monkeypatch: pytest.MonkeyPatch, address: str, reason: str
