@@ -22,7 +22,14 @@ import uvloop
 
 from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduled_step import SchedulerLimits
-from gateway.engine.types import ChoiceDelta, Engine, EngineStats, FinishReason, GenerationRequest
+from gateway.engine.types import (
+    ADMITTED,
+    ChoiceDelta,
+    Engine,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+)
 from gateway.frontend.frontend import Frontend, ModelAssets, load_assets
 from gateway.rest.app import RestConfig, create_rest_app
 from gateway.rest.server import RestServer
@@ -58,6 +65,7 @@ class CountingEngine:
             tick.set()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[ChoiceDelta]:
+        yield ADMITTED
         for index in range(1, request.stop.max_tokens + 1):
             await self._tick.wait()
             last = index == request.stop.max_tokens

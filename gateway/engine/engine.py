@@ -29,6 +29,7 @@ from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence
 from gateway.engine.stream import Choice, RequestStream, RequestTimings
 from gateway.engine.types import (
+    ADMITTED,
     ChoiceDelta,
     EngineStats,
     FinishReason,
@@ -118,12 +119,14 @@ class MeshEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Streams the request's choices, interleaved. Close it (`contextlib.aclosing`) to abort.
 
-        Nothing happens before the first item is asked for; that is also where a refusal is
-        raised: `Saturated`, `PipelineUnavailable`, `ContextTooLong` or `InvalidRequest`. Later
-        items may raise `StageFailed`, `PipelineUnavailable` or `DeadlineExceeded`.
+        Nothing happens before the first item, `ADMITTED`, is asked for; that is also where a
+        refusal is raised: `Saturated`, `PipelineUnavailable`, `ContextTooLong` or
+        `InvalidRequest`. Later items may raise `StageFailed`, `PipelineUnavailable` or
+        `DeadlineExceeded`.
         """
         stream = self._submit(request)
         try:
+            yield ADMITTED
             while deltas := await stream.next_deltas():
                 for delta in deltas:
                     yield delta
@@ -356,7 +359,9 @@ class MeshEngine:
             if self._owners.pop(choice.sequence, None) is not None:
                 self._scheduler.abort(choice.sequence)
         timings = stream.timings()
-        self._admission.finished(timings.total_seconds)
+        if stream.has_started:
+            # One that was never run says nothing of how soon a place is free.
+            self._admission.finished(timings.total_seconds)
         if not self._streams:
             self._empty.set()
         self._work.set()  # Slots and blocks may be there for others now.

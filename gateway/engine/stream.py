@@ -83,6 +83,11 @@ class RequestStream:
         """Whether nothing more will come, apart from what is unread."""
         return self.error is not None or self._num_ended == len(self.choices)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether stages have worked on it."""
+        return self._started_at is not None
+
     def mark_started(self) -> None:
         """The first row of the request has been sent."""
         if self._started_at is None:

@@ -107,6 +107,10 @@ class ChoiceDelta:
     The sum over a request's deltas is the request's."""
 
 
+ADMITTED = ChoiceDelta(0, "", ())
+"""The first item of every request's stream: it is in the queue, and nothing is computed yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A moment of the engine, for /metrics and tests."""
@@ -127,7 +131,9 @@ class Engine(Protocol):
     """What a front door needs. `gateway.engine.engine` has the real one."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[ChoiceDelta]:
-        """Streams the request's choices, interleaved.
+        """Streams the request's choices, interleaved. `ADMITTED` comes first, without a wait: so
+        whoever asks for the first items of several requests has them all admitted in one moment,
+        or one of them refused before anything is computed for the others.
 
         Closing the iterator (or cancelling its reader) aborts the request and
         frees its blocks. Raises `Saturated`, `PipelineUnavailable`,

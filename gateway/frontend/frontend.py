@@ -1,7 +1,7 @@
 """The front doors' common half: from a prompt to a metered stream of deltas.
 
 A door parses its own wire form into `Prompt` and `GenerationInput`, calls
-`prepare` and then `generate`, and writes what comes in its own wire form.
+`prepare` and then `admit`, and writes what comes in its own wire form.
 Knows nothing of HTTP or gRPC.
 """
 
@@ -51,6 +51,7 @@ from services.models.resolve import resolve_tokenizer
 from services.telemetry import Metrics
 
 T = TypeVar("T")
+Deltas = AsyncGenerator[ChoiceDelta, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +252,33 @@ class Frontend:
             cache_salt=cache_salt,
         )
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
-        """The engine's deltas, counted. Close the iterator to abort the request.
+    async def admit(self, requests: Sequence[GenerationRequest]) -> list[Deltas]:
+        """Takes all requests of one call, or none: gives their deltas, counted, in the same order.
+        Close each to abort its request.
 
-        Raises `Saturated` above `max_requests`, and what the engine raises.
+        Never waits, so no other call comes between. Raises `Saturated` above `max_requests`,
+        `InvalidRequest` for more than could ever be taken, and what the engine raises.
         """
+        num_sequences = sum(request.n for request in requests)
+        if len(requests) > 1 and num_sequences > self.max_requests:
+            raise InvalidRequest(
+                f"{len(requests)} prompts ask for {num_sequences} choices, and this service runs "
+                f"and queues {self.max_requests} at most: send the prompts in several calls",
+                param="prompt",
+            )
+        admitted: list[Deltas] = []
+        try:
+            for request in requests:
+                admitted.append(self._generate(request))
+                await anext(admitted[-1])
+        except BaseException:
+            for deltas in admitted:
+                await deltas.aclose()
+            raise
+        return admitted
+
+    async def _generate(self, request: GenerationRequest) -> Deltas:
+        """The engine's deltas, counted; the first is `ADMITTED`."""
         if self._running >= self.max_requests:
             raise Saturated(
                 f"{self._running} requests are running or queued, which is the limit; "
@@ -264,9 +287,10 @@ class Frontend:
             )
         self._running += 1
         try:
-            meter = Meter(self.metrics, len(request.prompt_token_ids))
             deltas = self.engine.generate(request)
             try:
+                yield await anext(deltas)
+                meter = Meter(self.metrics, len(request.prompt_token_ids))
                 async for delta in deltas:
                     meter.count(delta)
                     yield delta

@@ -9,23 +9,18 @@ from services.telemetry import Metrics
 
 
 class Meter:
-    """Made when the engine is asked; `count` is called with each delta."""
+    """Made when the engine has admitted a request; `count` is called with each delta."""
 
-    __slots__ = ("_accepted", "_last_delivery", "_metrics", "_prompt_tokens", "_started")
+    __slots__ = ("_last_delivery", "_metrics", "_started")
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
+        metrics.prompt_tokens.inc(prompt_tokens)
         self._started = time.monotonic()
-        self._accepted = False
         self._last_delivery: dict[int, float] = {}
 
     def count(self, delta: ChoiceDelta) -> None:
         """Adds what is new."""
-        if not self._accepted:
-            # The engine refuses a request when its first delta is asked for.
-            self._accepted = True
-            self._metrics.prompt_tokens.inc(self._prompt_tokens)
         if not delta.token_ids:
             return
         now = time.monotonic()

@@ -55,7 +55,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             )
             counts.prompt_tokens = len(prepared.prompt_token_ids)
             unfinished = prepared.n
-            async with contextlib.aclosing(self._frontend.generate(prepared)) as deltas:
+            (admitted,) = await self._frontend.admit((prepared,))
+            async with contextlib.aclosing(admitted) as deltas:
                 async for delta in deltas:
                     counts.completion_tokens += len(delta.token_ids)
                     counts.cached_prompt_tokens += delta.num_cached_tokens

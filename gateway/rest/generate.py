@@ -63,8 +63,10 @@ class _Run:
         self._n = prepared[0].n
         record.prompt_tokens = sum(len(one.prompt_token_ids) for one in prepared)
 
-    def _deltas(self) -> AsyncGenerator[Indexed, None]:
-        return merged([self._frontend.generate(one) for one in self._prepared])
+    async def _deltas(self) -> AsyncGenerator[Indexed, None]:
+        """All prompts are admitted, or the call is refused. To be read from at once: what is
+        admitted is closed by whoever reads."""
+        return merged(await self._frontend.admit(self._prepared))
 
     def _counts(self) -> TokenCounts:
         return TokenCounts(
@@ -79,7 +81,7 @@ class _Run:
 
     async def whole(self) -> bytes:
         choices = [Choice(index) for index in range(self._answer.num_choices)]
-        async with contextlib.aclosing(self._deltas()) as deltas:
+        async with contextlib.aclosing(await self._deltas()) as deltas:
             async for prompt_index, delta in deltas:
                 self._count(delta)
                 choices[prompt_index * self._n + delta.choice_index].take(delta)
@@ -90,7 +92,7 @@ class _Run:
         answer, n = self._answer, self._n
         begun: set[int] = set()
         try:
-            async with contextlib.aclosing(self._deltas()) as deltas:
+            async with contextlib.aclosing(await self._deltas()) as deltas:
                 async for prompt_index, delta in deltas:
                     self._count(delta)
                     index = prompt_index * n + delta.choice_index

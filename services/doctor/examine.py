@@ -29,7 +29,7 @@ from services.doctor.node_checks import (
 )
 from services.doctor.report import MeshReport, Report
 from services.doctor.request import DoctorRequest
-from services.doctor.tls_check import check_doors, check_tls
+from services.doctor.tls_check import check_doors, check_mesh_address, check_tls
 from services.doctor.weights_check import check_weights_equal, check_weights_here
 from services.errors import StagemeshError
 from services.mesh_plan import MeshPlan
@@ -64,6 +64,7 @@ def examine(request: DoctorRequest) -> Examination:
     node = gather_node()
     findings = list(settings_findings(request.problems))
     findings += check_tls(config, asks_head=request.asks_head)
+    findings += check_mesh_address(config)
     findings += check_doors(config)
     layout = LayoutChecks(config, socket.gethostname())
     devices = layout.devices()

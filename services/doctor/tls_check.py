@@ -1,4 +1,5 @@
-"""This node's certificates, each looked at as a peer will, and the ways in for clients."""
+"""This node's certificates, each looked at as a peer will, and the ways in: for the mesh's other
+nodes, and for clients."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from services.api_keys import read_keys
 from services.config import ServeConfig
 from services.doctor.findings import Check, Finding, ok, refused, warning
 from services.errors import StagemeshError
-from services.rpc.addresses import check_door_address, gateway_names, own_address_towards
+from services.rpc.addresses import (
+    MASTER_ADDR_FLAG,
+    OWN_ADDRESS,
+    check_door_address,
+    check_mesh_addresses,
+    gateway_names,
+    own_address_towards,
+)
 from services.rpc.certificate import check_certificate, rest_context
 from services.rpc.roles import Role
 from services.rpc.tls_files import tls_files
@@ -40,6 +48,29 @@ def check_tls(config: ServeConfig, *, asks_head: bool) -> Iterator[Finding]:
             f"{Path(config.tls_dir) / CA_KEY_FILE} is here: who reads it can sign any role",
             "move it to where certificates are issued, off the serving nodes",
         )
+
+
+def check_mesh_address(config: ServeConfig) -> Iterator[Finding]:
+    """What `serve` would say of the addresses between this node and the others: the head's, and
+    on another node its own."""
+    if not config.model:
+        return
+    own: list[tuple[str, str]] = []
+    try:
+        if config.node_rank > 0:
+            own.append((OWN_ADDRESS, own_address_towards(config.master_addr)))
+        said = check_mesh_addresses(
+            ((MASTER_ADDR_FLAG, config.master_addr), *own),
+            insecure=config.insecure,
+            tls=config.tls_dir is not None,
+        )
+    except StagemeshError as error:
+        if error.param != MASTER_ADDR_FLAG:  # The check of the head says what is wrong with that.
+            yield refused(Check.TLS, error)
+    else:
+        if said is not None:
+            remedy = "set up TLS, and keep the network of the ranks closed to others"
+            yield warning(Check.TLS, said, remedy)
 
 
 def check_doors(config: ServeConfig) -> Iterator[Finding]:
@@ -87,7 +118,7 @@ def _needed(config: ServeConfig, *, asks_head: bool) -> Iterator[tuple[Role, tup
         try:
             yield Role.STAGE_WORKER, (own_address_towards(config.master_addr),)
         except StagemeshError:
-            yield Role.STAGE_WORKER, ()  # The check of the head says what is wrong with it.
+            yield Role.STAGE_WORKER, ()  # Other checks say what is wrong with it.
     if asks_head:
         yield Role.OPERATOR, ()
 

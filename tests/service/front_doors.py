@@ -13,6 +13,7 @@ import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gateway.engine.types import (
+    ADMITTED,
     ChoiceDelta,
     EngineStats,
     FinishReason,
@@ -99,6 +100,7 @@ class ScriptedEngine:
         self.open_requests.add(request.request_id)
         done = False
         try:
+            yield ADMITTED
             async for delta in self._deltas(request):
                 yield delta
             done = True

@@ -29,7 +29,7 @@ from services.rpc import settings
 from services.telemetry import Metrics
 from stagemesh import AsyncClient
 from stagemesh.errors import DeadlineExceeded, PipelineUnavailable, Saturated, StagemeshError
-from stagemesh.v1 import inference_pb2, inference_pb2_grpc
+from stagemesh.v1 import inference_pb2, inference_pb2_grpc, step_pb2
 from tests.instant_stages import InstantStages
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 
@@ -178,6 +178,34 @@ async def test_full_late_and_down_are_three_answers(tmp_path: Path) -> None:
         error = await grpc_error(made)
         assert type(error) is PipelineUnavailable and (error.retry_after_seconds or 0) >= 1
         assert "stage 1" in error.message
+
+
+class CountingStages(InstantStages):
+    """Counts the steps that it is sent."""
+
+    steps = 0
+
+    def send(self, step: step_pb2.Step) -> None:
+        self.steps += 1
+        super().send(step)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_the_prompts_of_a_call_are_taken_together_or_not_at_all(
+    tmp_path: Path, stream: bool
+) -> None:
+    stages = CountingStages(STEP_SECONDS)
+    async with service(tmp_path, stages) as made:
+        full = await made.complete(1, prompt=["a"] * (SLOTS + PLACES + 1), stream=stream)
+        assert_rest(full, 429, "rate_limit_error", "saturated")
+        assert stages.steps == 0
+        fits = await made.complete(1, prompt=["a"] * (SLOTS + PLACES))
+        assert len(fits.json()["choices"]) == SLOTS + PLACES
+        # More than could ever be taken is no matter of waiting.
+        made.frontend.max_requests = SLOTS + PLACES
+        never = await made.complete(1, prompt=["a"] * (SLOTS + PLACES + 1), stream=stream)
+        assert_rest(never, 400, "invalid_request_error", "invalid_request")
+        assert never.json()["error"]["param"] == "prompt"
 
 
 async def test_a_client_comes_back_when_it_is_told_to(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from services.api_keys import add_key
 from services.config import ServeConfig
+from services.doctor import tls_check
 from services.doctor.findings import Outcome
-from services.doctor.tls_check import check_doors, check_tls
+from services.doctor.tls_check import check_doors, check_mesh_address, check_tls
 from services.errors import ConfigError
 from services.launch.deployment import deploy
 from services.rpc.roles import Role
@@ -92,3 +93,57 @@ def test_the_ways_in(pki: Pki, tmp_path: Path) -> None:
     broken = whole | {"ssl_keyfile": str(tmp_path / "none"), "api_key_file": "/none"}
     assert [outcome for outcome, _ in doors(**broken)] == [Outcome.FAILED, Outcome.FAILED]
     assert list(check_doors(NODE)) == []
+
+
+def mesh(config: ServeConfig, **settings: object) -> list[tuple[Outcome, str]]:
+    found = check_mesh_address(dataclasses.replace(config, **settings))
+    return [(each.outcome, each.what) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("address", "without_tls", "with_tls"),
+    [
+        ("127.0.0.1", None, None),
+        ("10.0.0.2", (Outcome.WARNING, "not encrypted and not authenticated"), None),
+        (
+            "8.8.8.8",
+            (Outcome.FAILED, "is a public address"),
+            (Outcome.WARNING, "8.8.8.8 is a public address: gRPC is protected by TLS"),
+        ),
+    ],
+)
+def test_a_nodes_own_address_is_judged_like_the_heads(
+    address: str,
+    without_tls: tuple[Outcome, str] | None,
+    with_tls: tuple[Outcome, str] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tls_check, "own_address_towards", lambda _: address)
+    for wanted, tls_dir in ((without_tls, None), (with_tls, "tls")):
+        found = mesh(NODE, tls_dir=tls_dir)
+        assert len(found) == (wanted is not None)
+        for outcome, what in found:
+            assert wanted is not None
+            assert outcome is wanted[0] and wanted[1] in what and address in what
+    if without_tls is not None:
+        assert mesh(NODE, insecure=True)[0][0] is Outcome.WARNING
+    # It is no matter of the head's own node.
+    assert mesh(HEAD) == []
+
+
+@pytest.mark.parametrize("chosen", ["0.0.0.0", "", "203.0.113.7"])
+def test_a_chosen_address_that_no_worker_can_have_is_said(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", chosen)
+    ((outcome, what),) = mesh(NODE)
+    assert outcome is Outcome.FAILED and what.startswith("VLLM_HOST_IP")
+
+
+def test_the_heads_address_is_judged_where_it_is_open() -> None:
+    ((outcome, what),) = mesh(HEAD, master_addr="10.0.0.1")
+    assert outcome is Outcome.WARNING and "10.0.0.1" in what
+    # Refusals of it are the check of the head's.
+    assert mesh(HEAD, master_addr="8.8.8.8") == []
+    # Nor is it this node's business where somebody only looks.
+    assert mesh(HEAD, model="", master_addr="10.0.0.1") == []

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from gateway.engine.types import ChoiceDelta, EngineStats, FinishReason, GenerationRequest
+from gateway.engine.types import ADMITTED, ChoiceDelta, EngineStats, FinishReason, GenerationRequest
 from gateway.frontend import limits
 from gateway.frontend.chat_template import Message
 from gateway.frontend.frontend import (
@@ -58,6 +58,7 @@ class OneTokenEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
         try:
+            yield ADMITTED
             yield ChoiceDelta(0, "one", (1,))
             await asyncio.Event().wait()
         finally:
@@ -162,16 +163,53 @@ async def test_closing_reaches_the_engine_and_frees_the_place(
 ) -> None:
     frontend.max_requests = 1
     request = await prepare(frontend, TextPrompt("one"))
-    running = frontend.generate(request)
+    (running,) = await frontend.admit([request])
     await anext(running)
     with pytest.raises(Saturated) as caught:
-        await anext(frontend.generate(request))
+        await frontend.admit([request])
     assert caught.value.retry_after_seconds
     await running.aclose()
     assert engine.closed == 1
-    again = frontend.generate(request)
+    (again,) = await frontend.admit([request])
     await anext(again)
     await again.aclose()
+
+
+class TakesTwo(OneTokenEngine):
+    """And refuses the third request; counts the tokens that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = self.tokens = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        if self.open == 2:
+            raise Saturated("full")
+        self.open += 1
+        try:
+            yield ADMITTED
+            self.tokens += 1
+            yield ChoiceDelta(0, "one", (1,))
+        finally:
+            self.open -= 1
+
+
+async def test_all_requests_of_a_call_are_admitted_or_none() -> None:
+    engine = TakesTwo()
+    frontend = make(engine)
+    request = await prepare(frontend, TextPrompt("one"))
+    with pytest.raises(Saturated, match="full"):
+        await frontend.admit([request] * 3)
+    assert (engine.open, engine.tokens, frontend.num_requests) == (0, 0, 0)
+    both = await frontend.admit([request] * 2)
+    assert [(await anext(deltas)).text for deltas in both] == ["one", "one"]
+    for deltas in both:
+        await deltas.aclose()
+    assert (engine.open, frontend.num_requests) == (0, 0)
+    frontend.max_requests = 2
+    with pytest.raises(InvalidRequest, match=r"3 prompts ask for 3 choices.*2 at most"):
+        await frontend.admit([request] * 3)
+    frontend.close()
 
 
 async def test_long_texts_queue_up_to_a_limit(
@@ -275,10 +313,11 @@ class RefusingEngine(OneTokenEngine):
 async def test_prompt_tokens_are_counted_when_the_engine_takes_them() -> None:
     for engine, expected in ((RefusingEngine(), 0.0), (OneTokenEngine(), 3.0)):
         frontend = make(engine)
-        deltas = frontend.generate(await prepare(frontend, TextPrompt("one two three")))
+        request = await prepare(frontend, TextPrompt("one two three"))
         with contextlib.suppress(Saturated):
+            (deltas,) = await frontend.admit([request])
             await anext(deltas)
-        await deltas.aclose()
+            await deltas.aclose()
         counted = frontend.metrics.registry.get_sample_value("stagemesh_prompt_tokens_total")
         assert counted == expected
         frontend.close()

@@ -15,6 +15,7 @@ from gateway.engine.engine import EngineConfig, MeshEngine
 from gateway.engine.scheduled_step import SchedulerLimits
 from gateway.engine.stream import RequestTimings
 from gateway.engine.types import (
+    ADMITTED,
     ChoiceDelta,
     FinishReason,
     GenerationRequest,
@@ -170,6 +171,7 @@ def expected(asked: GenerationRequest, choice_index: int = 0) -> list[int]:
 
 async def answer(engine: MeshEngine, asked: GenerationRequest) -> list[ChoiceDelta]:
     async with aclosing(engine.generate(asked)) as deltas:
+        assert await anext(deltas) is ADMITTED
         return [delta async for delta in deltas]
 
 
@@ -260,6 +262,7 @@ async def test_logprobs_stay_with_their_tokens() -> None:
 async def test_a_client_that_closes_frees_its_blocks() -> None:
     async with rig() as made:
         async with aclosing(made.engine.generate(request(max_tokens=200))) as deltas:
+            assert await anext(deltas) is ADMITTED
             await anext(deltas)
             assert made.engine.stats().free_blocks < NUM_BLOCKS
         await made.settle()
@@ -340,6 +343,7 @@ async def test_a_failed_stage_ends_everything() -> None:
 async def test_what_came_before_an_error_is_read_first() -> None:
     async with rig() as made:
         deltas = made.engine.generate(request(max_tokens=200))
+        assert await anext(deltas) is ADMITTED
         got = list((await anext(deltas)).token_ids)
         await made.settle(rounds=40)
         made.engine.fail(StageFailed("broken"))
@@ -354,6 +358,7 @@ async def test_a_slow_reader_gets_merged_deltas() -> None:
     async with rig() as made:
         asked = request(max_tokens=50)
         async with aclosing(made.engine.generate(asked)) as deltas:
+            assert await anext(deltas) is ADMITTED
             first = await anext(deltas)
             await made.settle()
             made.assert_empty()
@@ -432,6 +437,7 @@ async def test_nobody_polls() -> None:
         await answer(made.engine, request())
         assert await callbacks_while_asleep() <= 2  # Our own sleep.
         async with aclosing(made.engine.generate(request(max_tokens=200))) as deltas:
+            assert await anext(deltas) is ADMITTED
             await anext(deltas)
             made.pipeline.gate.clear()
             await anext(deltas)

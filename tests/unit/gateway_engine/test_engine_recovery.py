@@ -18,6 +18,7 @@ from test_engine_mesh_engine import (
     tokens_of,
 )
 
+from gateway.engine.types import ADMITTED
 from services.errors import DeadlineExceeded, Saturated, StageFailed
 from stagemesh.v1 import step_pb2
 
@@ -78,6 +79,7 @@ async def test_streams_go_on_with_no_token_lost_or_doubled() -> None:
 async def test_what_the_stages_had_been_sent_is_counted() -> None:
     async with rig() as made:
         async with aclosing(made.engine.generate(request("Hello", max_tokens=20))) as deltas:
+            assert await anext(deltas) is ADMITTED
             got = list((await anext(deltas)).token_ids)
             made.pipeline.gate.clear()
             await made.break_down()
