@@ -12,11 +12,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
+from services.launch.keeping import keep
 from services.launch.launcher import GoesOn, WorkerExit
-from services.launch.restarts import DEFAULT_LIMITS, RestartBudget, RestartLimits
+from services.launch.restarts import DEFAULT_LIMITS, RestartLimits
 from services.launch.worker_command import worker_command
 from services.launch.worker_process import WorkerProcess
 from services.topology.placement import StagePlacement
@@ -105,24 +106,10 @@ class LocalLauncher:
         return done.pop().result()
 
     async def _keep(self, process: WorkerProcess, goes_on: GoesOn) -> WorkerExit:
-        budget = RestartBudget(self._limits)
-        loop = asyncio.get_running_loop()
-        while True:
-            started_at = loop.time()
-            ended = await process.ended()
-            if not goes_on(ended):
-                return self._given_up(ended)
-            delay = budget.next_delay(loop.time() - started_at, loop.time())
-            if delay is None:
-                how = f"{ended.how}, after {budget.used_up()}"
-                return self._given_up(replace(ended, how=how))
-            log.warning("%s %s; another takes its place", ended.name, ended.how)
-            await asyncio.sleep(delay)
-            try:
-                await process.start(self._lifeline_fd())
-            except OSError as error:
-                how = f"{ended.how}, and no other could be started ({error})"
-                return self._given_up(replace(ended, how=how))
+        async def start() -> None:
+            await process.start(self._lifeline_fd())
+
+        return self._given_up(await keep(process.ended, start, goes_on, self._limits))
 
     def _given_up(self, ended: WorkerExit) -> WorkerExit:
         """No other takes its place. Nobody waits for a spare, so its end is told here."""

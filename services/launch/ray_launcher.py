@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +10,14 @@ from itertools import count
 from pathlib import Path
 
 from services.config import ServeConfig
+from services.launch.keeping import keep
 from services.launch.launcher import GoesOn, WorkerExit
 from services.launch.process import how_it_ended
 from services.launch.ray_bundles import RankPlace
 from services.launch.ray_cluster import RankRun, RayCluster, one_line
 from services.launch.ray_rank import RankEnd, RankOrder
-from services.launch.restarts import DEFAULT_LIMITS, RestartBudget
+from services.launch.restarts import DEFAULT_LIMITS
 from services.telemetry.logging import LOG_LEVEL_VARIABLE
-
-log = logging.getLogger("stagemesh.launch")
 
 STOP_TIMEOUT_SECONDS = 2.0
 """A worker that is told to leave does so in well under a second."""
@@ -82,28 +80,19 @@ class RayLauncher:
         return done.pop().result()
 
     async def _keep(self, run: _Run, goes_on: GoesOn) -> WorkerExit:
-        budget = RestartBudget(DEFAULT_LIMITS)
-        loop = asyncio.get_running_loop()
-        for start in count(2):
-            started_at = loop.time()
+        starts = count(2)
+
+        async def ended() -> WorkerExit:
             await asyncio.wait((run.end,))
-            ended = self._exit_of(run.place, run.end)
-            if not goes_on(ended):
-                return ended
-            delay = budget.next_delay(loop.time() - started_at, loop.time())
-            if delay is None:
-                return replace(ended, how=f"{ended.how}, after {budget.used_up()}")
-            log.warning(
-                "%s %s; another takes its place",
-                ended.name,
-                ended.how,
-            )
+            return self._exit_of(run.place, run.end)
+
+        async def start() -> None:
             # An actor whose worker alone has ended holds the bundle.
             self._cluster.kill(run.rank_run)
-            await asyncio.sleep(delay)
-            run.rank_run = self._cluster.run_rank(run.place, run.order, start)
+            run.rank_run = self._cluster.run_rank(run.place, run.order, next(starts))
             run.end = asyncio.wrap_future(run.rank_run.end)
-        raise AssertionError("counting has come to an end")
+
+        return await keep(ended, start, goes_on, DEFAULT_LIMITS)
 
     def _exit_of(self, place: RankPlace, ended: asyncio.Future[RankEnd]) -> WorkerExit:
         where = f"on {place.address}"

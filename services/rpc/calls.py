@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -69,17 +69,17 @@ class Calls:
         for a probe where newer ones need the place."""
         if is_probe(method):
             place = _place(self._probes, context)
-            context.add_done_callback(lambda _: place.leave())
+            _when_over(place.leave)
             await place.holding(answering)
             return
         if self._answered >= self._most:
             answering.close()
             raise Saturated(f"{self._most} calls are being answered here; try again in a moment")
         self._answered += 1
-        context.add_done_callback(self._over)
+        _when_over(self._over)
         await answering
 
-    def _over(self, _: grpc.aio.ServicerContext) -> None:
+    def _over(self) -> None:
         self._answered -= 1
 
     def ends(self, context: grpc.aio.ServicerContext) -> None:
@@ -91,7 +91,16 @@ class Calls:
         timer = asyncio.get_running_loop().call_later(
             settings.SLOW_READER_SECONDS, _close_connection, context.peer()
         )
-        context.add_done_callback(lambda _: timer.cancel())
+        _when_over(timer.cancel)
+
+
+def _when_over(then: Callable[[], object]) -> None:
+    """Calls `then` when this call is over, its status sent: gRPC's task for it ends then. The
+    context's own callbacks hold the context, which would keep every call until a collection of
+    garbage."""
+    task = asyncio.current_task()
+    assert task is not None  # Nobody else awaits handlers.
+    task.add_done_callback(lambda _: then())
 
 
 def _place(room: Room, context: grpc.aio.ServicerContext) -> Place:
