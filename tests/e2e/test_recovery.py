@@ -7,10 +7,13 @@ was used; the real arithmetic after a recovery is tested with the tiny model.
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import re
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -24,7 +27,12 @@ PP_SIZE = 3
 NUM_REQUESTS = 8
 NUM_TOKENS = 60
 FLAGS = ("--max-num-batched-tokens", "1024")
+HANGING = Path(__file__).resolve().parents[1] / "hanging"
+"""With this on its path, the main thread of a process hangs when it gets SIGUSR1."""
 NOTICED_SECONDS = 5.0
+STUCK_SECONDS = 15.0
+LATE_SECONDS = 2.0
+"""From when a step counts as stuck to the end of readiness: two looks, and a busy machine."""
 RECOVERED_SECONDS = 30.0
 """On a busy machine; `benchmarks recovery` measures how fast it is."""
 
@@ -34,7 +42,10 @@ Hit = Callable[[MeshProcess], psutil.Process]
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeshProcess]:
     directory = tmp_path_factory.mktemp("recovery") / "mesh"
-    with simulated_mesh(directory, PP_SIZE, StageCost(0.01), *FLAGS) as running:
+    paths = (str(HANGING), os.environ.get("PYTHONPATH", ""))
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    cost = StageCost(0.01)
+    with simulated_mesh(directory, PP_SIZE, cost, *FLAGS, environment=environment) as running:
         yield running
     print(running.log())  # Shown where a test has failed.
 
@@ -70,9 +81,15 @@ def hit_worker(stage: int, signal_number: int) -> Hit:
     return hit
 
 
-def serve_through(mesh: MeshProcess, hits: list[Hit], prompt_tokens: int = 8) -> None:
-    """Requests run while the mesh is hit; all are answered as if nothing had happened."""
-    tree = len(mesh.tree())
+def serve_through(
+    mesh: MeshProcess,
+    hits: list[Hit],
+    prompt_tokens: int = 8,
+    noticed_seconds: float = NOTICED_SECONDS,
+) -> list[float]:
+    """Requests run while the mesh is hit; all are answered as if nothing had happened. Returns
+    how many seconds after each hit the mesh was no longer ready."""
+    tree, noticed = len(mesh.tree()), []
     prompts = prompts_of(NUM_REQUESTS, prompt_tokens)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answers = pool.submit(generate_all, mesh, prompts, NUM_TOKENS)
@@ -80,13 +97,16 @@ def serve_through(mesh: MeshProcess, hits: list[Hit], prompt_tokens: int = 8) ->
         for hit in hits:
             epoch = epoch_of(mesh)
             victim = hit(mesh)
-            wait_for(lambda: not is_ready(mesh), NOTICED_SECONDS, "the end of readiness")
+            noticed.append(
+                wait_for(lambda: not is_ready(mesh), noticed_seconds, "the end of readiness")
+            )
             wait_for(lambda v=victim: not is_running(v), NOTICED_SECONDS, "the end of the victim")
             wait_for(lambda: is_ready(mesh), RECOVERED_SECONDS, "readiness")
             assert epoch_of(mesh) > epoch
         assert answers.result(60) == expected_outputs(prompts, NUM_TOKENS)
     assert gauge(mesh, "stagemesh_kv_free_blocks ") == gauge(mesh, "stagemesh_kv_blocks ")
     assert len(mesh.tree()) == tree, mesh.tree()
+    return noticed
 
 
 @pytest.mark.parametrize("stage", range(PP_SIZE))
@@ -118,6 +138,22 @@ def test_a_stopped_rank(mesh: MeshProcess) -> None:
     serve_through(mesh, [hit_rank(1, signal.SIGSTOP)])
     assert "RANK_FROZEN" in mesh.log()
     assert time.monotonic() - started < RECOVERED_SECONDS
+
+
+def test_a_step_that_does_not_end(mesh: MeshProcess) -> None:
+    """Its rank beats and reads, so only the step tells: after 3 s, or 5 times what steps take
+    here. That rank is replaced, and its neighbours, which wait for it, keep their weights."""
+    generate_all(mesh, prompts_of(NUM_REQUESTS, 16), 20)  # So it is known what steps take.
+    ranks, name = mesh.ranks(), 'stagemesh_recoveries_total{reason="STEP_STUCK",replica="0"}'
+    before = gauge(mesh, name)
+    (noticed,) = serve_through(mesh, [hit_rank(1, signal.SIGUSR1)], noticed_seconds=STUCK_SECONDS)
+    limit = float(
+        re.findall(r"stage 1 has been silent .*\(a step may take (.*) s\)", mesh.log())[-1]
+    )
+    assert limit - 0.5 < noticed < limit + LATE_SECONDS
+    assert gauge(mesh, name) == before + 1
+    same = [old == new for old, new in zip(ranks, mesh.ranks(), strict=True)]
+    assert same == [True, False, True]
 
 
 def test_a_kill_while_prompts_are_computed(mesh: MeshProcess) -> None:
