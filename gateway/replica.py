@@ -166,14 +166,12 @@ class Replica:
         return [member for member in members if member.placement.dp_rank == self.dp_rank]
 
     async def _renew_stages(self) -> None:
-        """Keeps the channels to workers that are still there."""
-        members = {member.worker_id: member for member in self._members}
-        for worker_id in self._stages.keys() - members.keys():
-            await self._stages.pop(worker_id).client.close()
-        self._stages = {
-            worker_id: self._stages.get(worker_id) or self._stage_of(member)
-            for worker_id, member in members.items()
-        }
+        """New channels, also to workers that are still there: over a cut the old connection may be
+        dead for as long again."""
+        old = self._stages.values()
+        self._stages = {member.worker_id: self._stage_of(member) for member in self._members}
+        for stage in old:
+            await stage.client.close()
 
     def _stage_of(self, member: Member) -> Stage:
         channel = self._control.connect(member.address)
@@ -229,7 +227,7 @@ class Replica:
         reason = OTHER
         if self.pipeline is not None:
             reason = self.pipeline.failed_by or OTHER
-            self._stuck_workers = self._workers_of(self.pipeline.stuck_stage)
+            self._stuck_workers = self._stuck_on(self.pipeline)
         log.error("replica %d failed in epoch %d: %s", self.dp_rank, self.epoch, failure.message)
         engine.suspend(failure, self._limits.max_attempts)
         self._last_attempt = None
@@ -255,12 +253,13 @@ class Replica:
         )
         return PipelineUnavailable("the engine has stopped")
 
-    def _workers_of(self, pp_rank: int | None) -> frozenset[str]:
-        return frozenset(
-            worker_id
-            for worker_id, stage in self._stages.items()
-            if stage.placement.pp_rank == pp_rank
-        )
+    def _stuck_on(self, pipeline: MeshPipeline) -> frozenset[str]:
+        """The workers whose ranks hold a step that does not end. Not where one was cut off for
+        some of that time: then TCP may hold the step, and the ranks are as good as before."""
+        found = [m for m in self._members if m.placement.pp_rank == pipeline.stuck_stage]
+        if any(member.back_at > pipeline.stuck_since for member in found):
+            return frozenset()
+        return frozenset(m.worker_id for m in found if m.worker_id in self._stages)
 
     def _why_not(self) -> str:
         last = self._last_attempt

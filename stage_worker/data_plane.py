@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -23,51 +22,20 @@ import torch.distributed as dist
 from services.errors import StageFailed
 from services.rpc.addresses import interface_of, join_host_port
 from services.topology.facts import MeshShape
+from stage_worker.group_sockets import shut_down_connections, tcp_connections
+from stage_worker.pending_receive import (
+    NOTHING,
+    Arrived,
+    PeerLost,
+    PendingReceive,
+    at_once,
+    first_line,
+)
 from stagemesh.v1 import topology_pb2
 
+GLOO = "gloo"
 STORE_BACKLOG = 1024
 TOKEN_DTYPE = torch.int64
-
-
-Arrived = Callable[[float], bool]
-"""Waits so many seconds at most until what this thread's stream waits for is there; see
-`Platform.finish`."""
-
-
-class PeerLost(Exception):
-    """A neighbour on the data plane is gone or silent. Rarely the first cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class PendingReceive:
-    """Receives that are posted; the tensors are valid after `wait`."""
-
-    tensors: tuple[torch.Tensor, ...]
-    works: tuple[dist.Work, ...]
-    timeout: timedelta
-    what: str
-    """What comes, and from whom, for messages."""
-    arrived: Arrived
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """Blocks until all tensors are there. Raises `PeerLost`."""
-        try:
-            for work in self.works:
-                # NCCL's and HCCL's make the stream wait, and return.
-                work.wait(self.timeout)
-        except RuntimeError as error:
-            raise PeerLost(f"receiving {self.what} failed: {first_line(error)}") from error
-        seconds = self.timeout.total_seconds()
-        if self.works and not self.arrived(seconds):
-            raise PeerLost(f"receiving {self.what} took more than {seconds:.0f} s")
-        return self.tensors
-
-
-def _at_once(timeout_seconds: float) -> bool:
-    return True
-
-
-NOTHING = PendingReceive((), (), timedelta(0), "nothing", _at_once)
 
 
 class DataPlane:
@@ -83,7 +51,7 @@ class DataPlane:
         host: str,
         device: torch.device,
         step_timeout_seconds: float,
-        arrived: Arrived = _at_once,
+        arrived: Arrived = at_once,
     ) -> None:
         """`arrived` is the platform's, where a wait for a receive only binds the device."""
         self._arrived = arrived
@@ -103,6 +71,7 @@ class DataPlane:
         self._token_takers: tuple[int, ...] = ()
         """The ranks that need the tokens of this one."""
         self.tensor_parallel_group: dist.ProcessGroup | None = None
+        self._not_ours = tcp_connections()
 
     def open_store(self) -> str:
         """Binds this epoch's rendezvous store and returns its "host:port".
@@ -157,6 +126,8 @@ class DataPlane:
             self._form_token_return(shape, rank, timeout)
             self._try_edges(shape, rank, timeout)
         except (RuntimeError, ValueError) as error:
+            if not dist.is_initialized():
+                _forget_failed_group()
             raise PeerLost(
                 f"forming the groups of epoch {epoch} over the store at {store_address} failed: "
                 f"{first_line(error)}"
@@ -315,6 +286,12 @@ class DataPlane:
             work.wait(self._timeout)
             self._sends.popleft()
 
+    def break_waits(self) -> None:
+        """Lets whoever waits in the present epoch's groups fail with `PeerLost`; from any thread.
+        Only `leave` may follow."""
+        if self._backend == GLOO:
+            shut_down_connections(but=self._not_ours)
+
     def leave(self) -> None:
         """Leaves the present epoch's groups, if there are any."""
         self._sends.clear()
@@ -323,11 +300,17 @@ class DataPlane:
             dist.destroy_process_group()
 
 
+def _forget_failed_group() -> None:
+    """Lets this process name its next groups as one does that has just been started.
+
+    Torch numbers groups, also one that could not be formed, and ranks with other numbers look for
+    each other under other names for ever. Only the end of a default group starts the numbers
+    anew, so one of this process alone is made and ended.
+    """
+    dist.init_process_group(GLOO, store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
 def _wait(work: dist.Work | None, timeout: timedelta) -> None:
     if work is not None:
         work.wait(timeout)
-
-
-def first_line(error: BaseException) -> str:
-    """A collective library's message without its advice and stack."""
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

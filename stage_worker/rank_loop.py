@@ -30,8 +30,9 @@ from services.topology.fingerprint import (
 from services.topology.wire import shape_from_proto
 from stage_worker import ipc
 from stage_worker.clock import Phase, StageTimer
-from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
+from stage_worker.data_plane import DataPlane
 from stage_worker.layers.tensor_parallel import TensorParallel
+from stage_worker.pending_receive import NOTHING, PeerLost, PendingReceive
 from stage_worker.plan_sizes import check_sizes
 from stage_worker.platforms import select_platform
 from stage_worker.rank_arguments import RankArguments, RankPlace, process_name
@@ -144,8 +145,9 @@ class RankLoop:
             self._queue.put(self._post(command.step))
             return
         if kind == "leave_group":
-            # Nobody needs the steps any more that are queued before it.
+            # Nobody needs the steps any more that are queued before it, or what one waits for.
             self._failed = True
+            self._plane.break_waits()
         self._queue.put(command)
 
     def _post(self, step: step_pb2.Step) -> QueuedStep:

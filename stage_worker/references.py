@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from stage_worker.data_plane import NOTHING, PendingReceive
+from stage_worker.pending_receive import NOTHING, PendingReceive
 from stagemesh.v1 import step_pb2
 
 KEPT_STEPS = 64

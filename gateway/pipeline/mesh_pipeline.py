@@ -75,6 +75,8 @@ class MeshPipeline:
         """Why it has failed, as one of `FAILURE_REASONS`."""
         self.stuck_stage: int | None = None
         """The stage whose ranks hold a step that does not end."""
+        self.stuck_since = 0.0
+        """From when on they have held it, by `loop.time()`."""
         self._num_tokens: dict[int, int] = {}
         """Query tokens of the last steps."""
         self._last_pp_rank = max(stage.placement.pp_rank for stage in self._stages)
@@ -140,8 +142,9 @@ class MeshPipeline:
                 continue
             num_tokens = self._num_tokens.get(holder.done_step_id + 1, 0)
             limit = self._step_times[holder.pp_rank].stuck_after(num_tokens)
-            if self._progress.held_seconds(holder.pp_rank, now) > limit:
-                self.stuck_stage = holder.pp_rank
+            held_seconds = self._progress.held_seconds(holder.pp_rank, now)
+            if held_seconds > limit:
+                self.stuck_stage, self.stuck_since = holder.pp_rank, now - held_seconds
                 words = explain_progress(stages) or "no stage has moved"
                 self.fail(StageFailed(f"{words} (a step may take {limit:.1f} s)"), STEP_STUCK)
 

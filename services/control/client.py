@@ -77,8 +77,8 @@ class ControlClient:
         self._connected_at = time.monotonic()
 
     async def _connect_again(self) -> None:
-        """With the certificate's files as they are now: a channel keeps those it was made with,
-        and reconnects with them when they have long ended."""
+        """A new connection, with the certificate's files as they are now: a channel keeps those it
+        was made with, and reconnects with them when they have long ended."""
         await self._channel.close()
         self._connect()
 
@@ -190,6 +190,11 @@ class ControlClient:
                         f"the head at {self._address} has not answered for {silent:.0f} s "
                         f"({error.details()})"
                     ) from None
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    # After a cut TCP tries again up to as late as the cut was long. A new
+                    # connection gets through at once.
+                    await self._connect_again()
+                    continue
             else:
                 answered_at = loop.time()
                 if response.other_head:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import stage_worker_pb2
 
+HEARTBEAT_INTERVAL_SECONDS = 1.0
+MISSED_SECONDS = 2 * HEARTBEAT_INTERVAL_SECONDS
 MEMBER_TIMEOUT_SECONDS = 3.0
 """A death or a frozen process is known after this long."""
 
@@ -29,6 +32,16 @@ class Worker:
     )
     has_beaten: bool = field(default=False, kw_only=True)
     """Whether it has heard that it has joined: only then does it send heartbeats."""
+
+    back_at: float = field(default=-math.inf, kw_only=True)
+    """When it was last heard of again after heartbeats that did not come: it was cut off, or did
+    not run."""
+
+    def heard(self, now: float) -> None:
+        """A heartbeat has come."""
+        if self.has_beaten and now - self.heard_at > MISSED_SECONDS:
+            self.back_at = now
+        self.heard_at, self.has_beaten = now, True
 
     def is_silent(self, now: float) -> bool:
         """Whether it has not been heard of for too long."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import islice
 
 from services.control.devices import Holder, devices_at_place, devices_of_spare, who
+from services.control.member import HEARTBEAT_INTERVAL_SECONDS as HEARTBEAT_INTERVAL_SECONDS
 from services.control.member import MEMBER_TIMEOUT_SECONDS as MEMBER_TIMEOUT_SECONDS
 from services.control.member import Member, Place, Spare, place_of
 from services.control.places import Places
@@ -22,7 +23,6 @@ from services.topology.placement import StagePlacement
 from services.topology.wire import placement_to_proto, shape_to_proto
 from stagemesh.v1 import control_pb2, topology_pb2
 
-HEARTBEAT_INTERVAL_SECONDS = 1.0
 HEAD_TIMEOUT_SECONDS = 8.0
 """A worker leaves after this long without its head: inside the 10 s that users are promised.
 Where it waits for its head, it asks to be let in again from then on."""
@@ -264,11 +264,11 @@ class Membership(Places):
         """Takes a worker's word that it lives; tells a stranger to leave."""
         for member in self._members.values():
             if member.worker_id == request.worker_id:
-                member.heard_at, member.has_beaten = now, True
+                member.heard(now)
                 member.status.CopyFrom(request.status)
                 return control_pb2.HeartbeatResponse()
         if (spare := self._spares.get(request.worker_id)) is not None:
-            spare.heard_at, spare.has_beaten = now, True
+            spare.heard(now)
             spare.status.CopyFrom(request.status)
             return control_pb2.HeartbeatResponse(place_lost_epoch=spare.lost_epoch)
         return control_pb2.HeartbeatResponse(

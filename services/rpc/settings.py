@@ -104,6 +104,9 @@ def channel_options(limits: MessageLimits) -> list[tuple[str, int]]:
         # By this name gRPC means the time-out of an attempt.
         ("grpc.min_reconnect_backoff_ms", _milliseconds(CONNECT_TIMEOUT_SECONDS)),
         ("grpc.max_reconnect_backoff_ms", _milliseconds(MAX_RECONNECT_SECONDS)),
+        # A new channel is a new connection: where one is dead, another with its options is too
+        # where they share it.
+        ("grpc.use_local_subchannel_pool", 1),
         # Who retries what is decided above the transport, where it is known what is safe.
         ("grpc.enable_retries", 0),
         # Mesh traffic never leaves through a web proxy that the environment names.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.errors import StageFailed
-from stage_worker.data_plane import PeerLost, first_line
+from stage_worker.pending_receive import PeerLost, first_line
 from stage_worker.rank_arguments import STEP_TIMEOUT_SECONDS
 
 

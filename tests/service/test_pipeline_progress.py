@@ -109,6 +109,7 @@ async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(
     assert "holds step 1, whose activations stage 0 has sent: it computes" in message
     assert "stage 2 waits for activations of step 1 from stage 1" in message
     assert (made.failed_by, made.stuck_stage) == ("STEP_STUCK", 1)
+    assert asyncio.get_running_loop().time() - made.stuck_since >= 0.3
 
 
 async def test_a_stall_of_the_gateway_is_no_stage_s(monkeypatch: pytest.MonkeyPatch) -> None:

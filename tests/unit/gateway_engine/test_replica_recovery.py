@@ -16,6 +16,7 @@ from gateway.pipeline.mesh_pipeline import STEP_STUCK
 from gateway.recovery import RecoveryLimits
 from gateway.replica import Replica, ReplicaHooks, ReplicaState
 from gateway.standby import Standby
+from services.control.member import MISSED_SECONDS
 from services.control.membership import MEMBER_TIMEOUT_SECONDS, Membership
 from services.control.service import ControlService
 from services.errors import ModelError, StageFailed, StagemeshError
@@ -28,6 +29,7 @@ SHAPE = MeshShape(dp_size=1, tp_size=1, pp_size=2, pp_layer_partition=(2, 2))
 FINGERPRINT = topology_pb2.Fingerprint(digest=digest(()))
 NUM_BLOCKS = 4
 STUCK = StageFailed("stage 1 holds step 7")
+HELD_SECONDS = 3.2
 WAIT_SECONDS = 10.0
 
 
@@ -37,6 +39,8 @@ class Script:
 
     resets: list[tuple[int, int, bool]] = field(default_factory=list)
     """(epoch, stage, whether its ranks are replaced)."""
+    closed: list[int] = field(default_factory=list)
+    """Stages whose channels were closed."""
     on_reset: Callable[[int, int], None] = lambda epoch, pp_rank: None
     """Hears (epoch, stage), and raises where that fails; so does `on_load`."""
     on_load: Callable[[int], None] = lambda pp_rank: None
@@ -84,7 +88,7 @@ class ScriptedClient:
         """Nothing to end."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        self._script.closed.append(self.pp_rank)
 
 
 class ScriptedEngine:
@@ -154,6 +158,7 @@ class Rig:
         """Stage 1 holds a step that does not end."""
         assert self.replica.pipeline is not None
         self.replica.pipeline.stuck_stage = 1
+        self.replica.pipeline.stuck_since = asyncio.get_running_loop().time() - HELD_SECONDS
         self.replica.pipeline.fail(STUCK, STEP_STUCK)
         self.engine.failures.put_nowait(STUCK)
 
@@ -217,6 +222,33 @@ async def test_a_stage_that_was_cut_off_keeps_its_ranks(monkeypatch: pytest.Monk
         await made.control.Heartbeat(beat, None)  # type: ignore[arg-type]
         await made.until_up()
         assert (made.replica.epoch, made.script.replaced(2)) == (2, set())
+
+
+@pytest.mark.parametrize("missed_seconds", [1.5, 2.5])
+async def test_a_stage_that_is_back_from_a_cut_keeps_its_ranks(
+    missed_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is heard of again before the step counts as stuck, which TCP still holds."""
+    async with rig(monkeypatch) as (made, _):
+        member = made.membership.members[1]
+        beat = control_pb2.HeartbeatRequest(worker_id=member.worker_id)
+        await made.control.Heartbeat(beat, None)  # type: ignore[arg-type]
+        member.heard_at -= missed_seconds
+        await made.control.Heartbeat(beat, None)  # type: ignore[arg-type]
+        made.get_stuck()
+        await made.until_up()
+        assert made.script.replaced(2) == ({1} if missed_seconds < MISSED_SECONDS else set())
+
+
+async def test_no_connection_is_taken_into_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a cut it may be dead for as long again as the cut was."""
+    async with rig(monkeypatch) as (made, _):
+        connected = list[str]()
+        monkeypatch.setattr(made.control, "connect", connected.append)
+        made.engine.failures.put_nowait(StageFailed("stage 1 is silent"))
+        await made.until_up()
+        assert connected == ["127.0.0.1:1", "127.0.0.1:2"]
+        assert made.script.closed == [0, 1]
 
 
 async def test_the_ranks_of_another_worker_are_not_those_that_are_stuck(

@@ -24,7 +24,8 @@ from services.topology.fingerprint import build_fingerprint
 from services.topology.wire import shape_from_proto
 from stage_worker import ipc, stage_model
 from stage_worker import rank_loop as rank_loop_module
-from stage_worker.data_plane import NOTHING, DataPlane, PeerLost, PendingReceive
+from stage_worker.data_plane import DataPlane
+from stage_worker.pending_receive import NOTHING, PeerLost, PendingReceive
 from stage_worker.rank_arguments import RankArguments
 from stage_worker.rank_loop import MAX_WAITING_RESULTS, RankLoop
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2, topology_pb2

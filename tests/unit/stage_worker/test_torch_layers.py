@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from services.errors import StageFailed
 from services.topology.facts import RotaryScaling
-from stage_worker.data_plane import PeerLost
 from stage_worker.kernels.native import NativeOperators
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import (
@@ -31,6 +30,7 @@ from stage_worker.layers.norm import RMSNorm
 from stage_worker.layers.operators import Operators, TorchOperators
 from stage_worker.layers.rotary import RotaryRows, RotaryTable, inverse_frequencies
 from stage_worker.layers.tensor_parallel import TensorParallel
+from stage_worker.pending_receive import PeerLost
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 4, 1000, 4, 2, 16
