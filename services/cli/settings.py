@@ -113,6 +113,12 @@ def stage_worker_config(
     config = StageWorkerConfig(**fields)
     if config.master_port == 0:
         raise no_port_to_ask()
+    if config.standby and config.pp_rank is not None:
+        raise UsageError(
+            f"--standby wants no place before one is lost, and --pp-rank {config.pp_rank} asks for "
+            "one; leave one of them out",
+            param="--pp-rank",
+        )
     if config.require_tls and config.tls_dir is None:
         raise no_tls()
     return config

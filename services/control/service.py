@@ -123,8 +123,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return response
 
     async def status(self, member: Member) -> stage_worker_pb2.StatusResponse | None:
-        """What a member says of itself now; None where it does not answer in time. One at whose
-        address nobody answers is gone, and its place is free: nobody is told."""
+        """What a member says of itself now; nothing (an empty message) where nobody is at its
+        address, None where it does not answer in time."""
         channel = self.connect(member.address)
         try:
             stub = stage_worker_pb2_grpc.StageWorkerServiceStub(channel)
@@ -133,9 +133,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 request, timeout=HOLDER_TIMEOUT_SECONDS
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self.membership.forget(member.worker_id)
-            return None
+            gone = error.code() is grpc.StatusCode.UNAVAILABLE
+            return stage_worker_pb2.StatusResponse() if gone else None
         finally:
             await channel.close()
         return response

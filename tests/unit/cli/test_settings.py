@@ -304,6 +304,10 @@ def test_spares_and_what_they_hold(tmp_path: Path) -> None:
     assert parse("m", *several).standby == 0
     arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, ("--standby",))
     assert stage_worker_config(arguments, STAGE_WORKER_GROUPS, {}).standby
+    argv = ("--standby", "--pp-rank", "1")
+    arguments = parse_arguments("stage-worker", "", STAGE_WORKER_GROUPS, None, argv)
+    with pytest.raises(UsageError, match="--pp-rank 1 asks for one"):
+        stage_worker_config(arguments, STAGE_WORKER_GROUPS, {})
     arguments = parse_arguments("gateway", "", SERVE_GROUPS, MODEL, ("m", "--standby", "1"))
     with pytest.raises(UsageError, match="start them with stagemesh stage-worker --standby"):
         serve_config("gateway", arguments, SERVE_GROUPS, {})
