@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from services.topology.compatibility import RULES, Rule
+from services.topology.compatibility import RULES
+from services.topology.rule import Rule
 
 _COMPATIBILITY_HEAD = """\
 # What cannot be combined

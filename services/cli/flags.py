@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from services.cli import json_values, values
 from services.cli.flag import Arity, Flag, FlagGroup
+from services.cli.recovery_flags import RECOVERY_FLAGS, WAIT_FOR_HEAD_FLAG, WORKER_STANDBY_FLAG
 from services.cli.security_flags import DOOR_FLAGS, TLS_FLAGS
 from services.config import DEFAULT_MASTER_PORT
 from services.topology.compatibility import INTERCONNECTS
@@ -46,13 +47,6 @@ MASTER_FLAGS = (
         "one serve starts all workers)",
         metavar="PORT",
     ),
-)
-WAIT_FOR_HEAD_FLAG = Flag(
-    ("--wait-for-head",),
-    values.switch,
-    "for nodes without the gateway: their stage workers wait for the head without limit, and keep "
-    "their weights when it goes, for the next one to take over (docs/recovery.md)",
-    arity=Arity.SWITCH,
 )
 SERVE_GROUPS = (
     FlagGroup(
@@ -131,35 +125,7 @@ SERVE_GROUPS = (
         ),
     ),
     FlagGroup("security (docs/security.md)", TLS_FLAGS),
-    FlagGroup(
-        "recovery",
-        (
-            Flag(
-                ("--max-recovery-attempts",),
-                values.natural_integer,
-                "failures of the stages in a row that a request survives without a new token "
-                "(default: 3); 0 ends the mesh with the first failure (docs/recovery.md)",
-            ),
-            Flag(
-                ("--recovery-timeout-seconds",),
-                values.positive_seconds,
-                "how long stages may take to come back after a failure (default: 120)",
-                metavar="SECONDS",
-            ),
-            Flag(
-                ("--standby",),
-                values.natural_integer,
-                "spare stage workers of this node, on devices of their own, that take over a stage "
-                "which is lost (docs/recovery.md)",
-            ),
-            Flag(
-                ("--standby-stages",),
-                values.stages,
-                "stages whose weights spares hold in advance, like 0,1; one spare for each",
-                metavar="N,N,...",
-            ),
-        ),
-    ),
+    FlagGroup("recovery (docs/recovery.md)", RECOVERY_FLAGS),
     FlagGroup(
         "front doors",
         (
@@ -350,12 +316,7 @@ STAGE_WORKER_GROUPS = (
                 metavar="SECONDS",
             ),
             WAIT_FOR_HEAD_FLAG,
-            Flag(
-                ("--standby",),
-                values.switch,
-                "this worker is a spare: it takes over a stage that is lost (docs/recovery.md)",
-                arity=Arity.SWITCH,
-            ),
+            WORKER_STANDBY_FLAG,
             Flag(
                 ("--fingerprint",),
                 values.text,

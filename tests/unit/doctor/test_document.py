@@ -44,7 +44,7 @@ from services.rpc.reach import Obstacle, Unanswered
 from services.rpc.roles import Role
 from services.rpc.tls_files import tls_files
 from services.software import Version
-from services.topology.compatibility import MeshRequest, broken_rules
+from services.topology.compatibility import broken_rules
 from services.topology.facts import MeshShape
 from services.topology.families import resolve_max_model_len
 from services.topology.fingerprint import stated_fingerprint
@@ -54,6 +54,7 @@ from services.topology.layouts import Demand
 from services.topology.partition import resolve_partition
 from services.topology.placement import NodeDevices, check_devices, place
 from services.topology.planfacts import read_planned_model
+from services.topology.rule import MeshRequest
 from stagemesh.v1 import control_pb2, stage_worker_pb2, topology_pb2
 from tests.unit.doctor.node_facts import GIB, INSTALLED, node
 from tests.unit.topology.published_configs import DEEPSEEK_V3, write_config

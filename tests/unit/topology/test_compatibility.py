@@ -14,7 +14,6 @@ from services.errors import ConfigError
 from services.topology.additional_config import AdditionalConfig
 from services.topology.compatibility import (
     RULES,
-    MeshRequest,
     broken_rules,
     check_compatibility,
     request_of,
@@ -24,6 +23,7 @@ from services.topology.families import FAMILIES
 from services.topology.kv_transfer import KvTransferConfig, SideSizes
 from services.topology.plan_result import PlanSettings
 from services.topology.planfacts import read_planned_model
+from services.topology.rule import MeshRequest
 from tests.unit.topology.model_directory import ModelDirectory
 from tests.unit.topology.published_configs import DEEPSEEK_V3, write_config
 from tools.documents import compatibility_page, drift, generate, main
