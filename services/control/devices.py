@@ -37,11 +37,12 @@ def devices_at_place(
                 "the worker, which gives it others"
             )
         return held
-    if is_planned_here and not taken & {*planned.device_indices}:
-        return planned.device_indices
-    indices = _first_free(needed, _used(beside))
-    if request.HasField("num_devices") and indices[-1] >= request.num_devices:
-        indices = _first_free(needed, taken)
+    for others in (_used(beside), taken):
+        if is_planned_here and not others & {*planned.device_indices}:
+            return planned.device_indices
+        indices = _first_free(needed, others)
+        if not request.HasField("num_devices") or indices[-1] < request.num_devices:
+            break
     return indices
 
 
@@ -52,9 +53,10 @@ def devices_of_spare(
     beside: Sequence[Holder],
     now: float,
 ) -> tuple[int, ...]:
-    """For a spare with so many ranks; `reserved` are those of places that nobody holds yet. Raises
-    `JoinRefused` where its node has too few, or its ranks run on others' or on too few."""
-    taken = {*reserved} | _used(w for w in beside if isinstance(w, Member) or not w.is_silent(now))
+    """For a spare with so many ranks; `reserved` are planned for places that nobody holds, and
+    given only where there are no others. Raises `JoinRefused` where its node has too few, or its
+    ranks run on others' or on too few."""
+    taken = _used(w for w in beside if isinstance(w, Member) or not w.is_silent(now))
     if held := tuple(request.wanted.device_indices):
         if len(held) == needed and len({*held} - taken) == needed:
             return held
@@ -62,16 +64,15 @@ def devices_of_spare(
             f"the ranks of {who(request)} run on devices {_listed(held)} of its node, and a spare "
             f"needs {needed} where {_listed(sorted(taken)) or 'none'} are taken; restart the worker"
         )
-    indices = _first_free(needed, {*reserved} | _used(beside))
-    if request.HasField("num_devices") and indices[-1] >= request.num_devices:
-        indices = _first_free(needed, taken)
-    if request.HasField("num_devices") and indices[-1] >= request.num_devices:
-        raise JoinRefused(
-            f"{who(request)} is a spare and needs {needed} free devices of its node, which has "
-            f"{request.num_devices} with {_listed(sorted(taken)) or 'none'} taken; start fewer "
-            "spares, or make more devices visible (--cpu-devices on a CPU)"
-        )
-    return indices
+    for others in ({*reserved} | _used(beside), {*reserved} | taken, taken):
+        indices = _first_free(needed, others)
+        if not request.HasField("num_devices") or indices[-1] < request.num_devices:
+            return indices
+    raise JoinRefused(
+        f"{who(request)} is a spare and needs {needed} free devices of its node, which has "
+        f"{request.num_devices} with {_listed(sorted(taken)) or 'none'} taken; start fewer "
+        "spares, or make more devices visible (--cpu-devices on a CPU)"
+    )
 
 
 def who(request: control_pb2.JoinRequest) -> str:

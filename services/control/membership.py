@@ -84,13 +84,20 @@ class Membership(Places):
             if request.HasField("wanted"):
                 holder = self._members.get(_wanted(request.wanted))
                 holders = () if holder is None or holder in gone else (holder,)
-        if not request.standby and not self._is_taken_over(request, gone):
-            return holders
         try:
-            self._devices_of_spare(request, gone, now)
+            if request.standby or self._is_taken_over(request, gone):
+                self._devices_of_spare(request, gone, now)
+            elif not holders:
+                self._placement_of(request, gone, now)
         except JoinRefused:
-            beside = self._beside(request, gone)
-            return (*holders, *(w for w in beside if w not in holders and not w.is_silent(now)))
+            # A silent spare is in nobody's way: `join` lets it go.
+            beside = [
+                worker
+                for worker in self._beside(request, gone)
+                if worker not in holders
+                if isinstance(worker, Member) or not worker.is_silent(now)
+            ]
+            return (*holders, *beside)
         return holders
 
     def making_way(self, request: control_pb2.JoinRequest, now: float) -> tuple[Member, ...]:
@@ -128,6 +135,25 @@ class Membership(Places):
         gone = self.making_way(request, now)
         if request.standby or self._is_taken_over(request, gone):
             return self._join_as_spare(request, gone, now)
+        placement = self._placement_of(request, gone, now)
+        place, beside = place_of(placement), self._beside(request, gone)
+        self._members[place] = Member(
+            self._admit(request, gone),
+            request.node,
+            request.node_rank,
+            request.address,
+            request.pid,
+            now,
+            placement,
+            request.took_over or any(m.took_over for m in gone if _is_own(request, m)),
+        )
+        self._evict(beside, placement.device_indices)
+        return self._answer(self._members[place].worker_id, placement_to_proto(placement))
+
+    def _placement_of(
+        self, request: control_pb2.JoinRequest, gone: Sequence[Member], now: float
+    ) -> StagePlacement:
+        """The place that a worker is given, with devices. Raises `JoinRefused`."""
         place = self._wanted_place(request, gone)
         planned = self._placements[place]
         here = planned.node_rank == request.node_rank and self._nodes_planned
@@ -140,17 +166,7 @@ class Membership(Places):
                 f"{self._words(place)} needs device {needed - 1} of its node, and {who(request)} "
                 f"has {request.num_devices}; place fewer ranks there, or make more devices visible"
             )
-        self._members[place] = Member(
-            self._admit(request, gone),
-            request.node,
-            request.node_rank,
-            request.address,
-            request.pid,
-            now,
-            placement,
-            request.took_over or any(m.took_over for m in gone if _is_own(request, m)),
-        )
-        return self._answer(self._members[place].worker_id, placement_to_proto(placement))
+        return placement
 
     def _admit(self, request: control_pb2.JoinRequest, gone: Sequence[Member]) -> str:
         """The name of a worker that is let in, in the place of others."""
@@ -161,6 +177,12 @@ class Membership(Places):
         self._joined += 1
         self._last_epoch = max(self._last_epoch, request.last_epoch)
         return f"worker-{self._joined}@{self._name}"
+
+    def _evict(self, beside: Sequence[Holder], indices: Sequence[int]) -> None:
+        """Spares that are silent, and whose devices are another's from now on."""
+        for other in beside:
+            if isinstance(other, Spare) and {*other.device_indices} & {*indices}:
+                self.forget(other.worker_id)
 
     def _answer(
         self, worker_id: str, placement: topology_pb2.Placement, *, standby: bool = False
@@ -203,10 +225,7 @@ class Membership(Places):
         indices = self._devices_of_spare(request, gone, now)
         beside = self._beside(request, gone)
         worker_id = self._admit(request, gone)
-        for other in beside:
-            # It is silent, and its devices are another's from now on.
-            if isinstance(other, Spare) and {*other.device_indices} & {*indices}:
-                self.forget(other.worker_id)
+        self._evict(beside, indices)
         self._spares[worker_id] = Spare(
             worker_id,
             request.node,

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.control.member import MEMBER_TIMEOUT_SECONDS, Spare
 from services.control.membership import Membership
 from services.control.takeover import Readiness, Seat, readiness, takeovers, to_hold
+from services.errors import JoinRefused
 from services.topology.facts import MeshShape
 from services.topology.fingerprint import digest
 from services.topology.placement import NodeDevices, StagePlacement, place
@@ -121,6 +122,57 @@ def test_each_named_stage_is_held_once_for_each_time_it_is_named() -> None:
     assert to_hold(wanted, spares[:2]) is None
 
 
+def request(pid: int, *, standby: bool = True) -> control_pb2.JoinRequest:
+    return control_pb2.JoinRequest(
+        node="head",
+        address=f"127.0.0.1:{pid}",
+        pid=pid,
+        device="cpu",
+        num_devices=4,
+        fingerprint=FINGERPRINT,
+        standby=standby,
+    )
+
+
+def planned() -> Membership:
+    """Three stages and room for a spare."""
+    placements = place(SHAPE, [NodeDevices(0, "head", "cpu", 4)])
+    return Membership(SHAPE, placements, FINGERPRINT, "cpu", nodes_planned=True)
+
+
+def devices(answer: control_pb2.JoinResponse) -> list[int]:
+    return list(answer.placement.device_indices)
+
+
+def test_a_spare_that_joins_first_leaves_the_stages_their_devices() -> None:
+    table = planned()
+    assert devices(table.join(request(1), 0.0)) == [3]
+    given = [devices(table.join(request(pid, standby=False), 0.0)) for pid in (2, 3, 4)]
+    assert given == [[0], [1], [2]]
+    with pytest.raises(JoinRefused, match="is a spare and needs 1 free devices of its node"):
+        table.join(request(5), 0.0)
+
+
+def test_planned_devices_go_to_a_spare_where_there_are_no_others() -> None:
+    table = planned()
+    assert devices(table.join(request(1), 0.0)) == [3]
+    assert devices(table.join(request(2), 0.0)) == [0]
+    assert devices(table.join(request(3, standby=False), 0.0)) == [1]
+
+
+def test_a_silent_spare_whose_device_is_needed_is_one_no_more() -> None:
+    later = MEMBER_TIMEOUT_SECONDS + 0.5
+    for standby in (True, False):
+        table = planned()
+        old = table.join(request(1), 0.0).worker_id
+        for pid in (2, 3, 4):
+            table.join(request(pid), 0.0)
+        for silent in table.spares[1:]:
+            silent.heard_at = later
+        assert devices(table.join(request(5, standby=standby), later)) == [3]
+        assert table.heartbeat(control_pb2.HeartbeatRequest(worker_id=old), later).leave
+
+
 _READINESS = st.sampled_from(Readiness)
 _SPARES = st.lists(
     st.tuples(
@@ -166,6 +218,8 @@ class Process:
     place: int | None = None
     place_epoch: int = 0
     was_silent: bool = False
+    may_share: bool = False
+    """A device was given while it was silent: its own, where there are no others."""
     said: stage_worker_pb2.StatusResponse = field(default_factory=status)
 
 
@@ -195,6 +249,8 @@ class Node(RuleBasedStateMachine):
         free = sorted({*range(NUM_DEVICES)} - self.running.keys())
         slot = data.draw(st.sampled_from(free))
         self.pids += 1
+        for process in self.living():
+            process.may_share |= process.was_silent
         request = control_pb2.JoinRequest(
             node="head",
             address=f"127.0.0.1:{self.pids}",
@@ -277,12 +333,12 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def nobody_who_is_heard_of_shares_a_device(self) -> None:
-        living = {p.worker_id for p in self.living()}
+        living = {p.worker_id for p in self.living() if not p.may_share}
         workers = [w for w in (*self.table.members, *self.table.spares) if w.worker_id in living]
         devices = [index for worker in workers for index in worker.device_indices]
         assert len(set(devices)) == len(devices)
         assert not devices or max(devices) < NUM_DEVICES
 
 
-Node.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Node.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 TestNode = Node.TestCase
