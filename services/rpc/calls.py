@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -22,6 +22,8 @@ from services.rpc.places import Place
 from services.rpc.rooms import Room
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PROBES = ("/grpc.health.", "/grpc.reflection.")
 """Methods of every server beside its own. Watches stay as long as they like."""
@@ -63,27 +65,27 @@ class Calls:
         return bytes(message)
 
     async def answer(
-        self, context: grpc.aio.ServicerContext, method: str, answering: Coroutine[Any, Any, None]
-    ) -> None:
+        self, context: grpc.aio.ServicerContext, method: str, answering: Coroutine[Any, Any, T]
+    ) -> T:
         """Runs the handler of a call. Raises `Saturated` where as many are answered as may be,
         for a probe where newer ones need the place."""
         if is_probe(method):
             place = _place(self._probes, context)
             _when_over(place.leave)
-            await place.holding(answering)
-            return
+            return await place.holding(answering)
         if self._answered >= self._most:
             answering.close()
             raise Saturated(f"{self._most} calls are being answered here; try again in a moment")
         self._answered += 1
         _when_over(self._over)
-        await answering
+        return await answering
 
     def _over(self) -> None:
         self._answered -= 1
 
     def ends(self, context: grpc.aio.ServicerContext) -> None:
-        """The handler is done; what it has written, and the status behind it, is gRPC's to send.
+        """The handler is done; its single answer, or what it has written of a stream, and the
+        status behind it are gRPC's to send.
 
         A caller who does not take it loses the connection after a while: a call cannot be ended
         past what its caller has not read.

@@ -33,7 +33,7 @@ async def write(context: grpc.aio.ServicerContext, response: Any) -> None:
 
 
 async def _open(context: grpc.aio.ServicerContext) -> None:
-    """Sends the headers of an answer. With the first message instead, a call whose caller does
+    """Sends the headers of a stream. With the first message instead, a call whose caller does
     not take that one could not be ended: its error would want to send them again."""
     await _in_time(context.send_initial_metadata(()))
 
@@ -54,9 +54,9 @@ async def _in_time(sending: Awaitable[None]) -> None:
 class Edge(grpc.aio.ServerInterceptor):
     """Stands around every method of a server.
 
-    To gRPC each method is one of two streams, whatever it is to its caller: gRPC would read a
-    single request before it asks us anything, and send a single answer without a deadline.
-    So the caller's role is checked before a message is waited for.
+    To gRPC the requests of each method are a stream, whatever they are to its caller: gRPC would
+    read a single one before it asks us anything. So the caller's role is checked before a
+    message is waited for.
 
     Handlers that are async generators are closed when their caller goes away,
     before the call is over, so that what they hold is freed at once.
@@ -81,7 +81,12 @@ class Edge(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(self._refusing(error))
         if handler is None:
             return None
-        return grpc.stream_stream_rpc_method_handler(
+        as_stream = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return as_stream(
             self._guarding(handler, method),
             # A single request is parsed inside the guard: gRPC answers UNKNOWN, with a trace in
             # our log, to one that is no message. Streams parse their own.
@@ -100,11 +105,12 @@ class Edge(grpc.aio.ServerInterceptor):
 
     def _guarding(
         self, handler: grpc.RpcMethodHandler, method: str
-    ) -> Callable[..., Awaitable[None]]:
-        async def guarded(requests: Any, context: grpc.aio.ServicerContext) -> None:
+    ) -> Callable[..., Awaitable[Any]]:
+        async def guarded(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+            response: Any = None
             failure: StagemeshError | None = None
             try:
-                await self._answer(handler, method, requests, context)
+                response = await self._answer(handler, method, requests, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except StagemeshError as error:
@@ -118,6 +124,7 @@ class Edge(grpc.aio.ServerInterceptor):
             self._calls.ends(context)
             if failure is not None:
                 await abort(context, failure)
+            return response
 
         return guarded
 
@@ -127,13 +134,14 @@ class Edge(grpc.aio.ServerInterceptor):
         method: str,
         requests: Any,
         context: grpc.aio.ServicerContext,
-    ) -> None:
+    ) -> Any:
+        """The response, where there is one; those of a stream are written."""
         self._check(method, context)
         request = requests
         if not handler.request_streaming:
             raw = await self._calls.message_of(context, method)
             request = _parsed(raw, handler.request_deserializer or bytes, method)
-        await self._calls.answer(context, method, _run(handler, request, context))
+        return await self._calls.answer(context, method, _run(handler, request, context))
 
     def _check(self, method: str, context: grpc.aio.ServicerContext) -> None:
         if self.check_caller is None:
@@ -147,19 +155,15 @@ class Edge(grpc.aio.ServerInterceptor):
 
 async def _run(
     handler: grpc.RpcMethodHandler, request: Any, context: grpc.aio.ServicerContext
-) -> None:
-    """Runs a handler of whatever kind, and writes what it gives."""
+) -> Any:
+    """Runs a handler of whatever kind; returns its response, or writes those of a stream."""
     if not handler.response_streaming:
         unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        response = await unary(request, context)
-        await _open(context)
-        await write(context, response)
-        return
+        return await unary(request, context)
     stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
     if not inspect.isasyncgenfunction(stream):
         await _open(context)
-        await stream(request, context)  # It writes itself.
-        return
+        return await stream(request, context)  # It writes itself.
     opened = False
     async with contextlib.aclosing(stream(request, context)) as responses:
         async for response in responses:
@@ -167,6 +171,7 @@ async def _run(
                 await _open(context)
                 opened = True
             await write(context, response)
+    return None
 
 
 def _parsed(raw: bytes, parse: Callable[[bytes], Any], method: str) -> Any:

@@ -46,7 +46,7 @@ MAX_RECONNECT_SECONDS = 1.0
 
 SLOW_READER_SECONDS = 60.0
 """A client that takes nothing of its answer for so long is cut off, on REST and gRPC alike. One
-that does not take the end of a gRPC call either, for as long again, loses its connection."""
+that does not take a single answer of gRPC, or the end of a stream, loses its connection then."""
 
 CONNECT_TIMEOUT_SECONDS = 3.0
 """For one attempt to connect; a machine that starts many processes at once takes a second.

@@ -228,7 +228,7 @@ async def test_a_caller_that_does_not_read_is_given_up(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its handler holds is freed; the connection and other calls on it go on."""
-    monkeypatch.setattr(settings, "SLOW_READER_SECONDS", 0.3)
+    monkeypatch.setattr(settings, "SLOW_READER_SECONDS", 1.5)
     call = running.stub.Generate(inference_pb2.GenerateRequest(), timeout=30)
     assert (await call.read()).text == "first"
     async with asyncio.timeout(TIMEOUT_SECONDS):

@@ -37,9 +37,15 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         self.go = asyncio.Event()
         self.running = 0
         self.answers = 0
+        self.serving = True
 
     async def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
         return inference_pb2.TokenizeResponse(token_ids=[len(request.text)])
+
+    async def Generate(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        yield inference_pb2.GenerateResponse(text="x")
 
     async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
         self.running += 1
@@ -73,7 +79,12 @@ class Running:
 @pytest.fixture
 async def running() -> AsyncIterator[Running]:
     servicer = Servicer()
-    server = RpcServer([SERVICE], max_calls=MAX_CALLS, interceptors=[RefusesOneMethod()])
+    server = RpcServer(
+        [SERVICE],
+        max_calls=MAX_CALLS,
+        interceptors=[RefusesOneMethod()],
+        is_serving=lambda: servicer.serving,
+    )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     running = Running(servicer, server.bind("127.0.0.1", 0))
     await server.start()
@@ -159,17 +170,33 @@ async def test_watches_without_end_keep_nobody_from_asking(
         watch.cancel()
 
 
-async def test_an_answer_that_nobody_takes_is_given_up_and_then_its_connection(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+async def test_a_watcher_that_does_not_read_is_in_nobodys_way(running: Running) -> None:
+    stub = health_pb2_grpc.HealthStub(running.channel)
+    request = health_pb2.HealthCheckRequest()
+    async with takes_nothing("127.0.0.1", running.port) as client:
+        client.call("/grpc.health.v1.Health/Watch")
+        await asyncio.sleep(0.1)
+        for serving in (False, True):
+            running.servicer.serving = serving
+            answer = await stub.Check(request, timeout=TIMEOUT_SECONDS)
+            assert (answer.status == health_pb2.HealthCheckResponse.SERVING) == serving
+
+
+@pytest.mark.parametrize(
+    ("method", "periods"),
+    [(f"/{SERVICE}/Tokenize", 1), ("/grpc.health.v1.Health/Check", 1), (f"/{SERVICE}/Generate", 2)],
+)
+async def test_an_answer_that_nobody_takes_is_given_up_with_its_connection(
+    running: Running, monkeypatch: pytest.MonkeyPatch, method: str, periods: int
 ) -> None:
-    monkeypatch.setattr(settings, "SLOW_READER_SECONDS", 0.5)
+    """A stream is ended first, and then has as long to take its end."""
+    monkeypatch.setattr(settings, "SLOW_READER_SECONDS", 0.4)
     async with takes_nothing("127.0.0.1", running.port) as client:
         started = asyncio.get_running_loop().time()
-        for method in (f"/{SERVICE}/Tokenize", "/grpc.health.v1.Health/Check"):
-            client.call(method)
+        client.call(method)
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await client.closed()
-        assert asyncio.get_running_loop().time() - started > 0.9
+        assert asyncio.get_running_loop().time() - started > 0.4 * periods - 0.05
     assert await running.tokenize() == [3]
 
 
