@@ -1,6 +1,6 @@
 """Load with cancels, deadlines and refusals for as long as is asked for, and what it leaves.
 
-    python -m tests.soak --seconds 3600
+    python -m tests.soak --seconds 3600 [--step-seconds 0.02]
 
 A mesh of two simulated stages gets requests of every kind over both doors: read to their end,
 left early, out of time, malformed, one too many. Afterwards nothing may be left: memory that
@@ -49,7 +49,9 @@ POOL_THREADS = 4
 REQUEST_SECONDS = 30.0
 REFUSED = ("429", "saturated")
 PAUSE_SECONDS = 0.05
-"""After a refusal, so that they are not most of all."""
+PAUSE_STEPS = 25
+"""Whichever is longer, after a refusal, so that they are not most of all."""
+PROGRESS_SECONDS = 60.0
 SETTLE_SECONDS = 10.0
 MAX_PROMPT, MAX_TOKENS = 40, 24
 
@@ -134,10 +136,13 @@ class Report:
 class Load:
     """Sends requests of every kind, `AT_A_TIME`, until it is told to stop."""
 
-    def __init__(self, mesh: MeshProcess, client: AsyncClient, seed: int) -> None:
+    def __init__(
+        self, mesh: MeshProcess, client: AsyncClient, seed: int, pause_seconds: float
+    ) -> None:
         self._host, _, port = mesh.url.removeprefix("http://").rpartition(":")
         self._port = int(port)
         self._client = client
+        self._pause_seconds = pause_seconds
         self._random = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self._kinds: Sequence[Callable[[], Awaitable[str]]] = (
@@ -166,7 +171,7 @@ class Load:
                 outcome = await kind()
             self.outcomes[f"{kind.__name__.removeprefix('_')} {outcome}"] += 1
             if outcome in REFUSED:
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(self._pause_seconds)
             index += 1
 
     def _body(self, **fields: object) -> dict[str, object]:
@@ -257,20 +262,22 @@ async def _counted(stream: AsyncChunkStream) -> AsyncIterator[int]:
         yield number
 
 
-def soak(directory: Path, seconds: float, seed: int = 1) -> Report:
-    """Runs a mesh under load for so long."""
+def soak(directory: Path, seconds: float, seed: int = 1, step_seconds: float = 0.0) -> Report:
+    """Runs a mesh under load for so long. Where a step takes no time, the mesh is as busy as the
+    machine lets it be."""
     flags = (
         *("--max-model-len", "256", "--max-num-seqs", str(SLOTS)),
         *("--max-queued-requests", str(PLACES)),
         *("--kv-cache-memory-bytes", str(NUM_BLOCKS * BLOCK_BYTES)),
     )
-    with simulated_mesh(directory, PP_SIZE, StageCost(), *flags) as mesh:
+    pause_seconds = max(PAUSE_SECONDS, PAUSE_STEPS * step_seconds)
+    with simulated_mesh(directory, PP_SIZE, StageCost(step_seconds), *flags) as mesh:
         processes = name_processes(mesh)
         # So that what is made once, by the first request of a kind, is there before.
-        asyncio.run(_load(mesh, 2.0, seed, [], processes))
+        asyncio.run(_load(mesh, 2.0, seed, [], processes, pause_seconds))
         before = settled(mesh, processes, None)
         samples: list[Sample] = []
-        outcomes = asyncio.run(_load(mesh, seconds, seed + 1, samples, processes))
+        outcomes = asyncio.run(_load(mesh, seconds, seed + 1, samples, processes, pause_seconds))
         after = settled(mesh, processes, before)
         return Report(seconds, outcomes, before, after, samples)
 
@@ -290,13 +297,22 @@ async def _load(
     seed: int,
     samples: list[Sample],
     processes: dict[str, psutil.Process],
+    pause_seconds: float,
 ) -> Counter[str]:
     async with AsyncClient(mesh.grpc_address, max_retries=0) as client:
-        load = Load(mesh, client, seed)
+        load = Load(mesh, client, seed, pause_seconds)
         running = asyncio.ensure_future(load.run(seconds))
+        started_at = told_at = time.monotonic()
         while not running.done():
             rss = {name: process.memory_info().rss for name, process in processes.items()}
             samples.append(Sample(sum(load.outcomes.values()), rss))
+            if (now := time.monotonic()) - told_at >= PROGRESS_SECONDS:
+                told_at = now
+                print(
+                    f"{now - started_at:.0f} of {seconds:.0f} s, {samples[-1].num_requests} "
+                    f"requests, {sum(rss.values()) / 1e6:.1f} MB in all processes",
+                    flush=True,
+                )
             await asyncio.wait([running], timeout=SAMPLE_SECONDS)
         await running
         return load.outcomes
@@ -342,9 +358,16 @@ def main() -> int:
     """Prints what was done and what is left; 1 where something is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=0.0,
+        help="what a step takes on each stage; with 0 the machine is as busy as it can be",
+    )
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        report = soak(Path(directory) / "mesh", arguments.seconds)
+        path = Path(directory) / "mesh"
+        report = soak(path, given.seconds, step_seconds=given.step_seconds)
     print(f"{report.num_requests} requests in {report.seconds:.0f} s")
     for outcome, count in sorted(report.outcomes.items()):
         print(f"  {outcome}: {count}")
