@@ -111,6 +111,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(mesh: MeshProcess) -> No
     wait_for(lambda: free_blocks(mesh) == before, 3.0, "freeing the blocks (whole answer)")
 
 
+@pytest.mark.quiet
 def test_an_idle_mesh_costs_next_to_nothing(mesh: MeshProcess) -> None:
     """At most 2 % of a core over all processes."""
     processes = mesh.tree()

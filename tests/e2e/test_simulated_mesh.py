@@ -26,6 +26,8 @@ from tests.simulated_mesh import (
     step_seconds,
 )
 
+pytestmark = pytest.mark.quiet
+
 PP_SIZE = 4
 
 

@@ -308,6 +308,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SLOW_READER_SECONDS", SLOW_READER_SECONDS)
 
 
+@pytest.mark.quiet
 @pytest.mark.usefixtures("impatient")
 async def test_a_rest_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
     """Its answer is computed to the end, which gives slot and blocks back; then it is cut off."""
@@ -326,6 +327,7 @@ async def test_a_rest_client_that_does_not_read_holds_nobody_up(tmp_path: Path) 
                 raise OSError("the stream was complete, or closed without a reset")
 
 
+@pytest.mark.quiet
 @pytest.mark.usefixtures("impatient")
 async def test_a_grpc_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
     async with service(tmp_path, InstantStages(0.0, num_logprobs=20), 2 * CHOICES) as made:
