@@ -57,6 +57,10 @@ class Membership(Places):
         self._device = device
         self._fingerprint = fingerprint
         self._nodes_planned = nodes_planned
+        planned = [(each.node_rank, i) for each in placements for i in each.device_indices]
+        self._share_devices = not nodes_planned or len({*planned}) == len(planned)
+        """Whether the workers of a node count the same devices: Ray shows each only its own, so
+        each has a device 0."""
         self._joined = 0
 
     @property
@@ -197,7 +201,9 @@ class Membership(Places):
         )
 
     def _beside(self, request: control_pb2.JoinRequest, gone: Sequence[Member]) -> list[Holder]:
-        """Who else is on the node of a worker that asks to be let in."""
+        """Who else is on the node of a worker that asks to be let in, and counts its devices."""
+        if not self._share_devices:
+            return []
         others: list[Holder] = [worker for worker in self.members if worker not in gone]
         others += [spare for spare in self.spares if not _is_own(request, spare)]
         here = (request.node, request.node_rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.control.membership import MAX_EPOCH, MEMBER_TIMEOUT_SECONDS, Membership
@@ -159,6 +161,23 @@ def test_where_the_nodes_are_planned_a_worker_keeps_its_device() -> None:
     # Whoever joins first.
     assert list(table.join(request(1, pp_rank=1), now=0.0).placement.device_indices) == [2, 3]
     assert list(table.join(request(2, pp_rank=0), now=0.0).placement.device_indices) == [0, 1]
+
+
+def test_workers_that_each_see_one_device_all_have_the_first() -> None:
+    """As on Ray, which shows every actor only its own."""
+    shape = MeshShape(dp_size=1, tp_size=1, pp_size=2, pp_layer_partition=(15, 15))
+    planned = [
+        replace(each, device_indices=(0,))
+        for each in place(shape, [NodeDevices(0, "head", "npu", 2)])
+    ]
+    stated = fingerprint(stagemesh="0.1.0")
+    table = Membership(shape, planned, stated, "npu", nodes_planned=True)
+    for port, pp_rank in ((1, 0), (2, 1)):
+        joined = table.join(request(port, pp_rank, num_devices=1), now=0.0)
+        assert list(joined.placement.device_indices) == [0]
+    again = table.join(held(2, 1, 0, last_epoch=3), now=1.0)
+    assert list(again.placement.device_indices) == [0]
+    assert table.complete
 
 
 def test_a_worker_that_comes_back_takes_the_place_of_one_that_is_gone() -> None:
