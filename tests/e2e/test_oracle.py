@@ -113,7 +113,7 @@ async def ask_all(mesh: MeshProcess, prompts: Sequence[tuple[int, ...]]) -> list
                 max_tokens=NUM_TOKENS,
                 ignore_eos=True,
                 logprobs=0,
-                timeout=100,
+                timeout=200,
             )
             logprobs = tuple(entry.logprob for entry in generation.logprobs)
             return Answer(prompt, tuple(generation.token_ids), logprobs)
