@@ -339,11 +339,20 @@ class Replica:
     # Going down.
 
     async def dismiss_workers(self) -> None:
-        """Tells every worker to leave; their end is no failure."""
+        """Tells every worker to leave; their end is no failure. Also those that hold a place since
+        the groups were last formed: the stages of that time are not the members of now."""
         self._retired = True
         async with asyncio.TaskGroup() as tasks:
-            for stage in self._stages.values():
-                tasks.create_task(stage.client.drain())
+            for member in self._members:
+                tasks.create_task(self._dismiss(member))
+
+    async def _dismiss(self, member: Member) -> None:
+        # Over a channel of its own: a recovery that still runs closes those of its stages.
+        client = self._stage_of(member).client
+        try:
+            await client.drain()
+        finally:
+            await client.close()
 
     async def close(self) -> None:
         """Closes the channels to the workers. No call may follow."""

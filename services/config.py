@@ -60,7 +60,8 @@ class ServeConfig:
     standby: int = 0
     """Spare stage workers that this node starts: each takes over a place that is lost."""
     standby_stages: tuple[int, ...] = ()
-    """Stages whose weights a spare holds in advance, one spare for each entry."""
+    """Stages whose weights spares hold in advance: a spare for each entry, and for each part of a
+    stage that spans nodes."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     grpc_port: int = DEFAULT_GRPC_PORT

@@ -96,7 +96,7 @@ def _request_again(
     again.standby = place is None
     again.wanted.CopyFrom(held.placement if place is None else place)
     again.took_over = worker.standing.took_over
-    again.last_epoch = worker.epoch
+    again.last_epoch = max(worker.epoch, worker.standing.last_epoch)
     if worker.plan_fingerprint is not None:
         # More than the worker knew at first: all of the plan.
         again.fingerprint.CopyFrom(worker.plan_fingerprint)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import logging
 import os
 import signal
@@ -231,8 +230,11 @@ def _start_ranks(
 
 async def _become_spare(worker: StageWorker) -> None:
     """What prevents it is in the log, and ends the worker where it stays so."""
-    with contextlib.suppress(StageFailed):
+    try:
         await worker.become_spare()
+    except* StageFailed as failures:  # Each rank may fail, so it comes in a group.
+        failure = failure_of(failures)
+        log.warning("not yet a spare: %s", failures if failure is None else failure.message)
 
 
 async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:

@@ -37,6 +37,12 @@ class Standing:
         self._lost_epoch = 0
         self._held: topology_pb2.Placement | None = None
 
+    @property
+    def last_epoch(self) -> int:
+        """The last one in which a place was given to this worker or lost by it; 0 before the
+        first. Its groups need not have been formed."""
+        return max(self._given_epoch, self._lost_epoch)
+
     def joined(self, placement: topology_pb2.Placement, *, standby: bool) -> None:
         """The head has answered a join."""
         if standby:

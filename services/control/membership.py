@@ -212,10 +212,13 @@ class Membership(Places):
     # Spares.
 
     def _is_taken_over(self, request: control_pb2.JoinRequest, gone: Sequence[Member]) -> bool:
-        """Whether what a worker asks for is held by one that was a spare: then it is one itself."""
+        """Whether what a worker asks for is held by another, and one of the two was a spare: then
+        the worker that asks is one, whichever was first at a new head."""
         if request.HasField("wanted"):
             holder = self._members.get(_wanted(request.wanted))
-            return holder is not None and holder.took_over and holder not in gone
+            if holder is None or holder in gone:
+                return False
+            return holder.took_over or request.took_over
         return self.complete and not gone and any(member.took_over for member in self.members)
 
     def _join_as_spare(

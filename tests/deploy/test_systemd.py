@@ -17,7 +17,11 @@ from services.cli.settings import serve_config, stage_worker_config
 from services.config import DEFAULT_MASTER_PORT, ServeConfig, StageWorkerConfig
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
-NAMES = ("stagemesh-gateway.service", "stagemesh-stage-worker@.service")
+NAMES = (
+    "stagemesh-gateway.service",
+    "stagemesh-stage-worker@.service",
+    "stagemesh-standby@.service",
+)
 PROGRAM = "/opt/stagemesh/bin/stagemesh"
 
 
@@ -89,6 +93,23 @@ def test_the_worker_unit_and_its_settings_make_a_config() -> None:
         host="192.0.2.11",
         node_rank=1,
         pp_rank=1,
+        tls_dir="/etc/stagemesh/tls",
+        require_tls=True,
+    )
+
+
+def test_the_spare_unit_takes_the_settings_of_the_nodes_stage_workers() -> None:
+    """One file for both: what makes it a spare is in the unit, as a stage's number is."""
+    command, *arguments = arguments_of("stagemesh-standby@.service")
+    assert command == "stage-worker"
+    parsed = parse_arguments(command, "", STAGE_WORKER_GROUPS, None, arguments)
+    config = stage_worker_config(parsed, STAGE_WORKER_GROUPS, {})
+    assert config == StageWorkerConfig(
+        master_addr="192.0.2.10",
+        wait_for_head=True,
+        host="192.0.2.11",
+        node_rank=1,
+        standby=True,
         tls_dir="/etc/stagemesh/tls",
         require_tls=True,
     )
