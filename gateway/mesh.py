@@ -63,6 +63,7 @@ class Mesh:
             plan.stage_plan,
             plan.placements_of_stages(standby_stages),
             observer.on_taken_over,
+            lambda: all(replica.state is ReplicaState.SERVING for replica in self._replicas),
         )
         epochs = epochs_above(lambda: control.membership.last_epoch)
         self._replicas = [

@@ -102,6 +102,8 @@ class Replica:
         self._tripwire = Tripwire()
         self._stuck_workers: frozenset[str] = frozenset()
         """Whose ranks hold a step that does not end: the next epoch must not take them over."""
+        self._failed_workers: set[str] = set()
+        """Who could not be brought up, in this recovery: others may have their places."""
         self._last_attempt: StagemeshError | None = None
         """Why it has failed, in this recovery."""
         self._retired = False
@@ -117,7 +119,7 @@ class Replica:
         if not self._stuck_workers <= self._stages.keys():
             self._stuck_workers = frozenset()
         stuck = tuple(self._stages[worker_id] for worker_id in self._stuck_workers)
-        await reset_ranks(stages, self.epoch, stuck)
+        await reset_ranks(stages, self.epoch, stuck, self._has_failed)
         # Kept over an attempt that fails before: they may still hold the step.
         self._stuck_workers = frozenset()
         self.doing = "stages are forming their groups"
@@ -149,6 +151,7 @@ class Replica:
             self._plan.stage_plan,
             self._num_blocks,
             self._report_progress,
+            self._has_failed,
         )
         await self._hear_status()
 
@@ -231,6 +234,7 @@ class Replica:
         log.error("replica %d failed in epoch %d: %s", self.dp_rank, self.epoch, failure.message)
         engine.suspend(failure, self._limits.max_attempts)
         self._last_attempt = None
+        self._failed_workers.clear()
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
                 await self._attempt_until_up()
@@ -299,7 +303,7 @@ class Replica:
     async def _bring_up_again(self) -> None:
         times = [time.monotonic()]
         await self._hooks.standby.present(
-            self.dp_rank, self.epoch, self._stuck_workers, self._is_waiting
+            self.dp_rank, self.epoch, self._stuck_workers, self._failed_workers, self._is_waiting
         )
         # Whoever has lost its place is another's to look after.
         self._stuck_workers -= {spare.worker_id for spare in self._control.membership.spares}
@@ -328,6 +332,11 @@ class Replica:
         heard = {member.worker_id for member in membership.members if member not in silent}
         if not self._stuck_workers <= heard:
             self._stuck_workers = frozenset()
+
+    def _has_failed(self, stage: Stage) -> None:
+        """A stage's ranks could not be started, or it could not load. What its ranks say of
+        themselves does not tell: those of its neighbours have failed with it, and are well."""
+        self._failed_workers |= {name for name, own in self._stages.items() if own is stage}
 
     def stage_failed(self, failure: StageFailed, reason: str) -> None:
         """A failure that is seen from outside: of a worker, or in a heartbeat."""

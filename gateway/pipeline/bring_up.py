@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gateway.pipeline.stage_client import StageClient
-from services.errors import ConfigError, StageFailed
+from services.errors import ConfigError, StageFailed, StagemeshError
 from services.topology.facts import MeshShape
 from services.topology.placement import StagePlacement
 from services.topology.wire import placement_to_proto, shape_to_proto
 from stagemesh.v1 import stage_worker_pb2
 
 log = logging.getLogger("stagemesh.gateway")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,24 @@ class LoadedMesh:
     """Over all ranks."""
 
 
-async def reset_ranks(stages: Sequence[Stage], epoch: int, stuck: Sequence[Stage]) -> None:
+OnFailed = Callable[[Stage], None]
+"""Hears which stage it was that could not be brought up."""
+
+
+def _nobody_asks(stage: Stage) -> None:
+    """At first a failure ends the mesh, whoever it was."""
+
+
+async def reset_ranks(
+    stages: Sequence[Stage], epoch: int, stuck: Sequence[Stage], on_failed: OnFailed = _nobody_asks
+) -> None:
     """Waits until every rank is started, in no group, and knows its place; those of `stuck` are
     replaced. Raises `StageFailed`."""
     async with asyncio.TaskGroup() as tasks:
         for stage in stages:
             placement = placement_to_proto(stage.placement)
             reset = stage.client.reset_ranks(epoch, placement, replace=stage in stuck)
-            tasks.create_task(reset)
+            tasks.create_task(_telling(stage, reset, on_failed))
 
 
 async def form_groups(stages: Sequence[Stage], shape: MeshShape, epoch: int) -> None:
@@ -99,10 +111,11 @@ async def load_again(
     plan: stage_worker_pb2.StagePlan,
     num_blocks: int,
     on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+    on_failed: OnFailed = _nobody_asks,
 ) -> list[tuple[int, stage_worker_pb2.RankReport]]:
     """Loads what is missing of a plan whose number of blocks is known, and checks that all ranks
     agree. Raises `StageFailed` or `ConfigError`."""
-    allocated = await _load_all(stages, plan, num_blocks, on_progress)
+    allocated = await _load_all(stages, plan, num_blocks, on_progress, on_failed)
     _check_agreement(plan, allocated)
     for pp_rank, report in allocated:
         if report.num_blocks != num_blocks:
@@ -164,14 +177,25 @@ async def _load_all(
     plan: stage_worker_pb2.StagePlan,
     num_blocks: int,
     on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+    on_failed: OnFailed = _nobody_asks,
 ) -> list[tuple[int, stage_worker_pb2.RankReport]]:
     async with asyncio.TaskGroup() as tasks:
         loads = []
         for stage in stages:
             own = stage_plan(plan, stage.placement, num_blocks)
-            loads.append(tasks.create_task(stage.client.load(own, on_progress)))
+            load = stage.client.load(own, on_progress)
+            loads.append(tasks.create_task(_telling(stage, load, on_failed)))
     return [
         (stage.placement.pp_rank, report)
         for stage, done in zip(stages, loads, strict=True)
         for report in done.result()
     ]
+
+
+async def _telling(stage: Stage, call: Coroutine[None, None, _T], on_failed: OnFailed) -> _T:
+    """A call to a stage; one that is cancelled since another has failed is no failure."""
+    try:
+        return await call
+    except StagemeshError:
+        on_failed(stage)
+        raise

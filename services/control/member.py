@@ -80,6 +80,8 @@ class Spare(Worker):
     """Devices of its node, one for each of its ranks."""
     lost_epoch: int = 0
     """It has lost the place that it was given in this epoch or before; 0 where it never had one."""
+    loads_in_advance: bool = field(default=False, kw_only=True)
+    """The head lets it load, whatever it has said of itself since: it has no time for a place."""
 
     def promoted(self, placement: StagePlacement) -> Member:
         """The same worker at a place."""
@@ -93,8 +95,10 @@ class Spare(Worker):
 
     @property
     def is_ready(self) -> bool:
-        """Whether its ranks are started and in no group, as it last said."""
-        return self.status.state == stage_worker_pb2.COMPONENT_STATE_STANDBY
+        """Whether its ranks are started and in no group, as it last said, and nothing is asked of
+        them."""
+        is_idle = self.status.state == stage_worker_pb2.COMPONENT_STATE_STANDBY
+        return is_idle and not self.loads_in_advance
 
 
 def place_of(placement: StagePlacement) -> Place:

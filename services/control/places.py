@@ -5,7 +5,7 @@ No clock of its own: callers pass the time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from services.control.member import Member, Place, Spare, place_of
@@ -81,20 +81,26 @@ class Places:
         return [spare for spare in self.spares if not spare.is_silent(now)]
 
     def take_over(
-        self, dp_rank: int, epoch: int, now: float, known: Mapping[str, Readiness]
+        self,
+        dp_rank: int,
+        epoch: int,
+        now: float,
+        known: Mapping[str, Readiness],
+        failed: Collection[str] = (),
     ) -> list[tuple[Member, Spare | None]]:
         """Gives places of a replica to spares that are further than who holds them.
 
         `known` says how far holders are, by name; of whom nothing is known keeps its place unless
-        it is silent. `epoch` is the last one: who held a place in it or before holds it no more,
-        and is a spare. Returns each new holder, and the old one where there was one.
+        it is silent. `failed` names workers that could not be brought up in this recovery. `epoch`
+        is the last one: who held a place in it or before holds it no more, and is a spare. Returns
+        each new holder, and the old one where there was one.
         """
         seats = [
             Seat(planned, self._readiness(self._members.get(place), now, known))
             for place, planned in self._placements.items()
             if place[0] == dp_rank
         ]
-        chosen = takeovers(seats, self.ready_spares(now))
+        chosen = takeovers(seats, self.ready_spares(now), failed)
         return [self._apply(takeover, epoch) for takeover in chosen]
 
     def _readiness(

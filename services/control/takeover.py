@@ -1,16 +1,18 @@
 """Which spare takes over which place, and which spare holds whose weights. Pure.
 
 A place is taken over only by who is further than its holder: a holder with its weights
-keeps it, and two who are equally far never swap. So takeovers end.
+keeps it, and two who are equally far never swap. So takeovers end. Who could not be brought up in
+this recovery counts as one whose rank is not started, and as a spare comes last: only where all
+of them have failed do they take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from services.control.member import Spare
+from services.control.member import Place, Spare, place_of
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import stage_worker_pb2, topology_pb2
 
@@ -64,17 +66,22 @@ def holds(held: topology_pb2.Placement, placement: StagePlacement) -> bool:
     )
 
 
-def takeovers(seats: Iterable[Seat], spares: Sequence[Spare]) -> list[Takeover]:
-    """Who takes over what. `spares` are those that are heard of.
+def takeovers(
+    seats: Iterable[Seat], spares: Sequence[Spare], failed: Collection[str] = ()
+) -> list[Takeover]:
+    """Who takes over what. `spares` are those that are heard of; `failed` names workers that could
+    not be brought up in this recovery.
 
     First whoever holds a place's weights; then the places that are worst off, each with a spare
-    of as many ranks, rather one that holds no other weights, and one of the same node.
+    of as many ranks, rather one that has not failed, that holds no other weights, and one of the
+    same node.
     """
     free = [spare for spare in spares if spare.is_ready]
     chosen: list[Takeover] = []
     left: list[Seat] = []
     for seat in sorted(seats, key=lambda seat: seat.readiness):
-        holder = next((s for s in free if _readiness_of(s, seat) is Readiness.HOLDS), None)
+        trusted = (spare for spare in free if spare.worker_id not in failed)
+        holder = next((s for s in trusted if _readiness_of(s, seat) is Readiness.HOLDS), None)
         if seat.readiness < Readiness.HOLDS and holder is not None:
             free.remove(holder)
             chosen.append(Takeover(holder, seat.placement))
@@ -85,7 +92,12 @@ def takeovers(seats: Iterable[Seat], spares: Sequence[Spare]) -> list[Takeover]:
         if fitting:
             node_rank = seat.placement.node_rank
             best = min(
-                fitting, key=lambda s: (s.status.HasField("holds"), s.node_rank != node_rank)
+                fitting,
+                key=lambda s: (
+                    s.worker_id in failed,
+                    s.status.HasField("holds"),
+                    s.node_rank != node_rank,
+                ),
             )
             free.remove(best)
             chosen.append(Takeover(best, seat.placement))
@@ -93,10 +105,13 @@ def takeovers(seats: Iterable[Seat], spares: Sequence[Spare]) -> list[Takeover]:
 
 
 def to_hold(
-    wanted: Sequence[StagePlacement], spares: Sequence[Spare]
+    wanted: Sequence[StagePlacement],
+    spares: Sequence[Spare],
+    failed: Collection[tuple[str, Place]] = (),
 ) -> tuple[Spare, StagePlacement] | None:
     """The next spare that has to load weights in advance, and which; None where all of `wanted`
-    are held, or nobody is free for it. A place may be wanted several times."""
+    are held, or nobody is free for it. A place may be wanted several times; `failed` has (name of
+    a spare, place whose weights it could not load a short time ago)."""
     free = list(spares)
     missing: list[StagePlacement] = []
     for placement in wanted:
@@ -106,7 +121,12 @@ def to_hold(
         else:
             free.remove(holder)
     for placement in missing:
-        loading = [s for s in free if s.is_ready and _fits(s, placement)]
+        loading = [
+            spare
+            for spare in free
+            if spare.is_ready and _fits(spare, placement)
+            if (spare.worker_id, place_of(placement)) not in failed
+        ]
         if loading:
             return loading[0], placement
     return None

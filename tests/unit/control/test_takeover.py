@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.control.member import MEMBER_TIMEOUT_SECONDS, Spare
+from services.control.member import MEMBER_TIMEOUT_SECONDS, Spare, place_of
 from services.control.membership import Membership
 from services.control.takeover import Readiness, Seat, readiness, takeovers, to_hold
 from services.errors import JoinRefused
@@ -120,6 +120,36 @@ def test_each_named_stage_is_held_once_for_each_time_it_is_named() -> None:
         loading.status.CopyFrom(status(holds=placement))
     assert held == [("a", 0), ("c", 0)]
     assert to_hold(wanted, spares[:2]) is None
+
+
+def test_who_has_failed_has_a_rank_to_start_and_comes_last_as_a_spare() -> None:
+    spares = [spare("a", PLACEMENTS[0]), spare("b")]
+
+    def taken(far: Readiness, *failed: str) -> list[str]:
+        found = takeovers([Seat(PLACEMENTS[0], far)], spares, failed)
+        return [takeover.spare.worker_id for takeover in found]
+
+    assert taken(Readiness.STARTING) == ["a"]
+    assert taken(Readiness.STARTING, "a") == ["b"]
+    assert taken(Readiness.STARTED, "a") == [], "that it says it holds weights is not enough"
+    assert taken(Readiness.STARTING, "a", "b") == ["b"], "in turn, where all have failed"
+
+
+def test_a_spare_that_could_not_load_keeps_none_from_it() -> None:
+    first, second = PLACEMENTS[:2]
+    spares = [spare("a"), spare("b")]
+    failed = {("a", place_of(first))}
+    assert to_hold([first, second], spares, failed) == (spares[1], first)
+    failed.add(("b", place_of(first)))
+    assert to_hold([first, second], spares, failed) == (spares[0], second)
+    assert to_hold([first], spares, failed) is None
+
+
+def test_a_spare_that_loads_in_advance_is_given_nothing_else() -> None:
+    busy = spare("a")
+    busy.loads_in_advance = True
+    assert chosen({0: Readiness.GONE}, busy) == {}
+    assert to_hold(PLACEMENTS[:1], [busy]) is None
 
 
 def request(pid: int, *, standby: bool = True) -> control_pb2.JoinRequest:

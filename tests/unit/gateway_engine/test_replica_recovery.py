@@ -131,7 +131,9 @@ class Rig:
         )
         self.taken_over: list[int] = []
         """Replicas, once for each takeover."""
-        self.standby = Standby(self.control, plan.stage_plan, (), self.taken_over.append)
+        self.standby = Standby(
+            self.control, plan.stage_plan, (), self.taken_over.append, lambda: True
+        )
         hooks = ReplicaHooks(
             lambda pipeline, num_blocks: self.engine,  # type: ignore[arg-type, return-value]
             count(1),
