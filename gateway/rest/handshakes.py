@@ -81,7 +81,7 @@ class TlsListener:
             group = group_of_host(address[0])
             await self._wait_for_room(group)
             # It is displaced only when its handshake has lasted for a while.
-            place = Place(self._room, group, lambda: None)
+            place = Place(self._room, group)
             self._start(self._shake_hands(connection, place))
 
     async def _wait_for_room(self, group: str) -> None:
@@ -92,7 +92,9 @@ class TlsListener:
                 return
             self._one_over.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._one_over.wait(), patience)
+                # `wait_for` of Python 3.11 can swallow a cancellation.
+                async with asyncio.timeout(patience):
+                    await self._one_over.wait()
 
     async def _shake_hands(self, connection: socket.socket, place: Place) -> None:
         loop = asyncio.get_running_loop()

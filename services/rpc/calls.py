@@ -3,25 +3,23 @@
 A call waits for its message, bounded in time and, by a `Room`, in number. Only then, and only
 where its caller may make it, is it one of the calls that are answered; beyond their number it is
 refused. It stays one until its caller has taken the end of it, which is bounded in time.
-Probes have a room of their own.
+Probes have a room of their own, which they leave with their handler.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import grpc
 
 from services.errors import DeadlineExceeded, InvalidRequest, Saturated
 from services.rpc import settings
-from services.rpc.peers import close_connection, group_of
+from services.rpc.endings import Endings
+from services.rpc.peers import group_of
 from services.rpc.places import Place
 from services.rpc.rooms import Room
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -43,13 +41,14 @@ class Calls:
         self._answered = 0
         self._waiting = Room(most)
         self._probes = Room(settings.MAX_PROBE_CALLS)
+        self._endings = Endings()
 
     async def message_of(self, context: grpc.aio.ServicerContext, method: str) -> bytes:
         """The one message of a call, as bytes. Raises `DeadlineExceeded` where it does not come,
         `Saturated` where newer calls need the place, `InvalidRequest` where the caller ends
         without one."""
         seconds = settings.REQUEST_TIMEOUT_SECONDS
-        place = _place(self._waiting, context)
+        place = Place(self._waiting, group_of(context.peer()))
         try:
             try:
                 async with asyncio.timeout(seconds):
@@ -70,47 +69,35 @@ class Calls:
         """Runs the handler of a call. Raises `Saturated` where as many are answered as may be,
         for a probe where newer ones need the place."""
         if is_probe(method):
-            place = _place(self._probes, context)
-            _when_over(place.leave)
-            return await place.holding(answering)
+            place = Place(self._probes, group_of(context.peer()))
+            try:
+                return await place.holding(answering)
+            finally:
+                place.leave()
         if self._answered >= self._most:
             answering.close()
             raise Saturated(f"{self._most} calls are being answered here; try again in a moment")
         self._answered += 1
-        _when_over(self._over)
+        _task().add_done_callback(self._over)
         return await answering
 
-    def _over(self) -> None:
+    def _over(self, _: object) -> None:
         self._answered -= 1
+
+    def listens_on(self, port: int) -> None:
+        """The server takes calls there."""
+        self._endings.ports.add(port)
 
     def ends(self, context: grpc.aio.ServicerContext) -> None:
         """The handler is done; its single answer, or what it has written of a stream, and the
-        status behind it are gRPC's to send.
-
-        A caller who does not take it loses the connection after a while: a call cannot be ended
-        past what its caller has not read.
-        """
-        timer = asyncio.get_running_loop().call_later(
-            settings.SLOW_READER_SECONDS, _close_connection, context.peer()
-        )
-        _when_over(timer.cancel)
+        status behind it are gRPC's to send. A caller who does not take it loses the connection
+        after a while."""
+        self._endings.begin(_task(), context.peer())
 
 
-def _when_over(then: Callable[[], object]) -> None:
-    """Calls `then` when this call is over, its status sent: gRPC's task for it ends then. The
-    context's own callbacks hold the context, which would keep every call until a collection of
-    garbage."""
+def _task() -> asyncio.Task[Any]:
+    """gRPC's for this call: it ends when the call is over, its status sent. The context's own
+    callbacks hold the context, which would keep every call until a collection of garbage."""
     task = asyncio.current_task()
     assert task is not None  # Nobody else awaits handlers.
-    task.add_done_callback(lambda _: then())
-
-
-def _place(room: Room, context: grpc.aio.ServicerContext) -> Place:
-    peer = context.peer()
-    return Place(room, group_of(peer), lambda: _close_connection(peer))
-
-
-def _close_connection(peer: str) -> None:
-    log.warning("%s does not take the end of its call; its connection is closed", peer)
-    if not close_connection(peer):
-        log.warning("the connection of %s cannot be closed from here", peer)
+    return task

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -22,6 +23,10 @@ from services.rpc.calls import Calls
 from services.rpc.errors import abort
 
 log = logging.getLogger(__name__)
+
+_call: ContextVar[tuple[str, str]] = ContextVar("_call", default=("a call", "somebody"))
+"""The method that is answered and its peer, for the log: one whose call gRPC has ended has no
+name any more."""
 
 CallerCheck = Callable[[str, Mapping[str, Iterable[bytes]]], None]
 
@@ -46,8 +51,16 @@ async def _in_time(sending: Awaitable[None]) -> None:
         raise DeadlineExceeded(
             f"the caller has not read its stream for {settings.SLOW_READER_SECONDS:g} s"
         ) from None
-    except grpc.aio.InternalError:
-        # It has left meanwhile, which ends a call as if it had been cancelled.
+    except grpc.aio.InternalError as error:
+        # gRPC has ended the call, which is as if it had been cancelled. It cancels the calls of
+        # those who leave, mostly before their next message fails; a caller of whom we refuse to
+        # send a message hears why, and nobody here would.
+        log.warning(
+            "%s to %s ended: a message was not sent; it has more bytes than this server sends in "
+            "one, or the caller has just left (%s)",
+            *_call.get(),
+            error,
+        )
         raise asyncio.CancelledError from None
 
 
@@ -67,6 +80,10 @@ class Edge(grpc.aio.ServerInterceptor):
         """Raises an error of the tree for a caller who may not call the method; called with
         the full method name and gRPC's authentication context, before a request is read."""
         self._calls = Calls(max_calls)
+
+    def listens_on(self, port: int) -> None:
+        """The server takes calls there."""
+        self._calls.listens_on(port)
 
     async def intercept_service(
         self,
@@ -109,6 +126,7 @@ class Edge(grpc.aio.ServerInterceptor):
         async def guarded(requests: Any, context: grpc.aio.ServicerContext) -> Any:
             response: Any = None
             failure: StagemeshError | None = None
+            _call.set((method, context.peer()))
             try:
                 response = await self._answer(handler, method, requests, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):

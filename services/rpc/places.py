@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from services.errors import Saturated
@@ -15,11 +15,10 @@ T = TypeVar("T")
 class Place:
     """Of one call or connection. Made inside a running event loop."""
 
-    def __init__(self, room: Room, group: str, on_displaced: Callable[[], None]) -> None:
-        """Takes the place at once. `on_displaced` is called where another is given it while
-        nothing is awaited in it."""
+    def __init__(self, room: Room, group: str) -> None:
+        """Takes the place at once. Where another is given it while nothing is awaited in it, it
+        is gone, and nothing else happens."""
         self._room = room
-        self._on_displaced = on_displaced
         self._scope: asyncio.Timeout | None = None
         self._holder = Holder(group, self._give_up, asyncio.get_running_loop().time())
         room.enter(self._holder)
@@ -43,7 +42,5 @@ class Place:
         self._room.leave(self._holder)
 
     def _give_up(self) -> None:
-        if self._scope is None:
-            self._on_displaced()
-        else:
+        if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())

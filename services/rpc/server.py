@@ -96,7 +96,9 @@ class RpcServer:
         (`services.rpc.roles`)."""
         if tls is not None:
             self._edge.check_caller = check_role
-        return bind(self.grpc_server, host, port, tls=tls, flag=flag)
+        bound = bind(self.grpc_server, host, port, tls=tls, flag=flag)
+        self._edge.listens_on(bound)
+        return bound
 
     async def start(self) -> None:
         """Starts to answer."""

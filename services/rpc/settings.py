@@ -37,6 +37,10 @@ MAX_CALLS = 256
 MAX_PROBE_CALLS = 64
 """Calls of health and reflection at a time, watches among them: beside a server's own calls."""
 
+MIN_CONCURRENT_STREAMS = 1024
+"""Streams that one connection may have open at least. The server counts one for a moment longer
+than its client does, which may have begun the next by then."""
+
 MIN_PING_INTERVAL_SECONDS = 5.0
 """A client that pings faster than this is disconnected."""
 
@@ -73,8 +77,12 @@ def _milliseconds(seconds: float) -> int:
 def server_options(limits: MessageLimits, max_calls: int) -> list[tuple[str, int]]:
     """Channel arguments of a server that answers so many calls at a time."""
     return [
-        # Of one connection: as many as are answered, and as many that wait for a message.
-        ("grpc.max_concurrent_streams", 2 * max_calls + MAX_PROBE_CALLS),
+        # gRPC's own refusal says nothing of why, so the edge's must come first: this is well above
+        # what it lets be answered and wait for a message.
+        (
+            "grpc.max_concurrent_streams",
+            max(MIN_CONCURRENT_STREAMS, 2 * (2 * max_calls + MAX_PROBE_CALLS)),
+        ),
         # Two servers on one port would share its connections in silence.
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_TIMEOUT_SECONDS)),

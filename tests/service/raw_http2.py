@@ -8,7 +8,7 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator
 
-_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_DATA, _HEADERS, RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _INITIAL_WINDOW_SIZE = 4
 
@@ -32,6 +32,13 @@ def _headers(method: str) -> bytes:
     )
 
 
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, int]:
+    """Its type and its flags."""
+    head = await reader.readexactly(9)
+    await reader.readexactly(int.from_bytes(head[:3], "big"))
+    return head[3], head[4]
+
+
 class TakesNothing:
     """One connection."""
 
@@ -45,6 +52,19 @@ class TakesNothing:
         data = struct.pack(">BI", 0, len(message)) + message
         self._writer.write(_frame(_HEADERS, _END_HEADERS, self._stream, _headers(method)))
         self._writer.write(_frame(_DATA, _END_STREAM, self._stream, data))
+
+    def ping(self) -> None:
+        """The server answers when it has read all frames before."""
+        self._writer.write(_frame(_PING, 0, 0, bytes(8)))
+
+    async def frames_until_pong(self) -> list[int]:
+        """Types of all frames until a ping is answered."""
+        kinds = []
+        while True:
+            kind, flags = await _read_frame(self._reader)
+            kinds.append(kind)
+            if kind == _PING and flags == _ACK:
+                return kinds
 
     async def closed(self) -> None:
         """Waits until the server closes the connection."""
@@ -60,7 +80,7 @@ async def takes_nothing(host: str, port: int) -> AsyncIterator[TakesNothing]:
     try:
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         writer.write(_frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, 0)))
-        await reader.readexactly(9)  # Of the server's own settings.
+        await _read_frame(reader)  # The server's own settings.
         writer.write(_frame(_SETTINGS, _ACK, 0))
         yield TakesNothing(reader, writer)
     finally:

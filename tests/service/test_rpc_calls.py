@@ -11,9 +11,10 @@ import grpc
 import pytest
 from front_doors import until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from raw_http2 import takes_nothing
+from raw_http2 import RST_STREAM, takes_nothing
 
 from services.errors import (
+    BodyTooLarge,
     DeadlineExceeded,
     InvalidRequest,
     NotAuthenticated,
@@ -28,6 +29,8 @@ TIMEOUT_SECONDS = 5.0
 MAX_CALLS = 4
 LARGE_BYTES = 1 << 20
 """Far more than gRPC buffers for a caller that does not read."""
+MOST_BYTES = 2 * LARGE_BYTES
+CHECK = "/grpc.health.v1.Health/Check"
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -45,7 +48,12 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: Any, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if request.text == "large":
+            yield inference_pb2.GenerateResponse(text="x" * (MOST_BYTES + 1))
         yield inference_pb2.GenerateResponse(text="x")
+        if request.text == "waits":
+            await self.go.wait()
+            yield inference_pb2.GenerateResponse(text="y")
 
     async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
         self.running += 1
@@ -82,6 +90,7 @@ async def running() -> AsyncIterator[Running]:
     server = RpcServer(
         [SERVICE],
         max_calls=MAX_CALLS,
+        limits=settings.MessageLimits(send_bytes=MOST_BYTES),
         interceptors=[RefusesOneMethod()],
         is_serving=lambda: servicer.serving,
     )
@@ -184,7 +193,7 @@ async def test_a_watcher_that_does_not_read_is_in_nobodys_way(running: Running) 
 
 @pytest.mark.parametrize(
     ("method", "periods"),
-    [(f"/{SERVICE}/Tokenize", 1), ("/grpc.health.v1.Health/Check", 1), (f"/{SERVICE}/Generate", 2)],
+    [(f"/{SERVICE}/Tokenize", 1), (CHECK, 1), (f"/{SERVICE}/Generate", 2)],
 )
 async def test_an_answer_that_nobody_takes_is_given_up_with_its_connection(
     running: Running, monkeypatch: pytest.MonkeyPatch, method: str, periods: int
@@ -217,16 +226,56 @@ async def test_answers_that_nobody_takes_hold_no_place_for_long(
             assert await running.tokenize() == [3]
 
 
-async def test_probes_whose_answer_nobody_takes_make_room_by_their_connection(
-    running: Running,
-) -> None:
+async def test_probes_whose_answer_nobody_takes_are_in_nobodys_way(running: Running) -> None:
     """Not waiting for the time that a slow reader has."""
     async with takes_nothing("127.0.0.1", running.port) as client:
         for _ in range(settings.MAX_PROBE_CALLS + 1):
-            client.call("/grpc.health.v1.Health/Check")
+            client.call(CHECK)
         stub = health_pb2_grpc.HealthStub(running.channel)
         for _ in range(settings.MAX_PROBE_CALLS):
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)
+
+
+async def test_a_burst_of_probes_costs_no_connection(running: Running) -> None:
+    """Nor a watch its place: they are not answered at the same time."""
+    stub = health_pb2_grpc.HealthStub(running.channel)
+    request = health_pb2.HealthCheckRequest()
+    watch = stub.Watch(request, timeout=60)
+    await watch.read()
+    stream = running.stub.Generate(inference_pb2.GenerateRequest(text="waits"), timeout=60)
+    assert (await stream.read()).text == "x"
+    await asyncio.gather(*(stub.Check(request, timeout=60) for _ in range(300)))
+    running.servicer.go.set()
+    assert (await stream.read()).text == "y"
+    assert await stream.read() is grpc.aio.EOF
+    assert not watch.done()
+    watch.cancel()
+
+
+async def test_streams_beyond_the_places_hear_why_they_are_refused(running: Running) -> None:
+    """gRPC's own refusal (RST_STREAM) comes first only for many more on one connection."""
+    counted = 2 * MAX_CALLS + settings.MAX_PROBE_CALLS
+    async with takes_nothing("127.0.0.1", running.port) as client:
+        for _ in range(2 * counted - 1):
+            client.call(f"/{SERVICE}/Detokenize")
+        client.ping()
+        assert RST_STREAM not in await client.frames_until_pong()
+
+
+async def test_a_message_that_is_too_large_to_send_is_in_the_log(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = inference_pb2.GenerateRequest(text="large")
+    error = await error_of(
+        running.channel.stream_stream(
+            f"/{SERVICE}/Generate",
+            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
+        )(iter([request]), timeout=60)
+    )
+    assert type(error) is BodyTooLarge
+    (record,) = (one for one in caplog.records if "was not sent" in one.message)
+    assert record.levelname == "WARNING"
+    assert f"/{SERVICE}/Generate to ipv4:127.0.0.1:" in record.message
 
 
 async def test_a_refusal_waits_for_no_message(running: Running) -> None:
