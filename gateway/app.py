@@ -313,10 +313,15 @@ class Gateway:
         print(banner(host, rest_port, grpc_port, model, chat=chat, keys=keys, tls=tls), flush=True)
 
     async def _watch_workers(self, launcher: Launcher) -> None:
-        ended = await launcher.watch(self._goes_on)
+        ended = await launcher.watch(self._goes_on, self._is_missed)
+        if not self._stopping and self._is_missed(ended):
+            self._mesh.fail(f"{ended.name} {ended.how}; its log lines say why")
+
+    def _is_missed(self, ended: WorkerExit) -> bool:
+        """Whether the mesh cannot go on without a worker that is not started again."""
         if self._stopping:
-            return
-        self._mesh.fail(f"{ended.name} {ended.how}; its log lines say why")
+            return True
+        return ended.placement is not None and not self._mesh.goes_on_without(ended.placement)
 
     def _goes_on(self, ended: WorkerExit) -> bool:
         if self._stopping:

@@ -30,6 +30,7 @@ from services.control.progress import StageProgress
 from services.control.service import ControlService
 from services.errors import ECHO_REASON, PipelineUnavailable, StageFailed
 from services.mesh_plan import MeshPlan
+from services.topology.placement import StagePlacement
 from stagemesh.v1 import step_pb2
 
 log = logging.getLogger("stagemesh.gateway")
@@ -215,6 +216,16 @@ class Mesh:
             if (member.node_rank, member.pid) == (node_rank, pid):
                 self._control.lost(member, how)
         return True
+
+    def goes_on_without(self, placement: StagePlacement) -> bool:
+        """Whether the worker that was started for a place is not missed, although no other is
+        started: a former spare holds the place, or one may take it over. Where that comes to
+        nothing the time limit of the recovery ends the mesh."""
+        if not self._recovery.recovers or not self.ready_event.is_set():
+            return False
+        membership = self._control.membership
+        spares = membership.ready_spares(asyncio.get_running_loop().time())
+        return membership.is_held(placement) or bool(spares)
 
     def on_stage_error(self, member: Member, error: step_pb2.StageError) -> None:
         """See `MemberListener`. A lost neighbour is an echo: who has failed says so itself."""

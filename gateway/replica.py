@@ -114,6 +114,7 @@ class Replica:
         """Starts a new epoch: every rank is started, and in its groups. Raises `StageFailed`."""
         await self._renew_stages()
         self.epoch = next(self._hooks.epochs)
+        self._control.membership.begin(self.dp_rank, self.epoch)
         stages = tuple(self._stages.values())
         self.doing = "ranks are starting"
         if not self._stuck_workers <= self._stages.keys():

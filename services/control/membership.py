@@ -142,7 +142,7 @@ class Membership(Places):
         placement = self._placement_of(request, gone, now)
         place, beside = place_of(placement), self._beside(request, gone)
         self._members[place] = Member(
-            self._admit(request, gone),
+            self._admit(request, gone, placement.device_indices),
             request.node,
             request.node_rank,
             request.address,
@@ -172,15 +172,33 @@ class Membership(Places):
             )
         return placement
 
-    def _admit(self, request: control_pb2.JoinRequest, gone: Sequence[Member]) -> str:
-        """The name of a worker that is let in, in the place of others."""
+    def _admit(
+        self, request: control_pb2.JoinRequest, gone: Sequence[Member], indices: Sequence[int]
+    ) -> str:
+        """The name of a worker that is let in on these devices, in the place of others. One of
+        them that was a spare before is one again, should it wake up."""
         for spare in [spare for spare in self.spares if _is_own(request, spare)]:
             self.forget(spare.worker_id)
         for member in gone:
             self.forget(member.worker_id)
+            if self._stays(request, member, indices):
+                epoch = self._epochs[member.placement.dp_rank]
+                self._spares[member.worker_id] = member.demoted(epoch)
         self._joined += 1
         self._last_epoch = max(self._last_epoch, request.last_epoch)
         return f"worker-{self._joined}@{self._name}"
+
+    def _stays(
+        self, request: control_pb2.JoinRequest, member: Member, indices: Sequence[int]
+    ) -> bool:
+        """Whether a member that makes way is a spare from now on: it was one, its devices are not
+        the newcomer's, and there is an epoch by which it can be told that it has lost its place."""
+        if not member.took_over or _is_own(request, member) or not self._share_devices:
+            return False
+        here = (member.node, member.node_rank) == (request.node, request.node_rank)
+        if here and {*member.device_indices} & {*indices}:
+            return False
+        return member.placement.dp_rank in self._epochs and len(self._spares) < MAX_SPARES
 
     def _evict(self, beside: Sequence[Holder], indices: Sequence[int]) -> None:
         """Spares that are silent, and whose devices are another's from now on."""
@@ -233,7 +251,7 @@ class Membership(Places):
             )
         indices = self._devices_of_spare(request, gone, now)
         beside = self._beside(request, gone)
-        worker_id = self._admit(request, gone)
+        worker_id = self._admit(request, gone, indices)
         self._evict(beside, indices)
         self._spares[worker_id] = Spare(
             worker_id,

@@ -22,6 +22,8 @@ class Places:
         self._placements = {place_of(placement): placement for placement in placements}
         self._members: dict[Place, Member] = {}
         self._spares: dict[str, Spare] = {}
+        self._epochs: dict[int, int] = {}
+        """The last one of each replica: in it or before its places were given."""
 
     @property
     def shape(self) -> MeshShape:
@@ -43,6 +45,10 @@ class Places:
         """Whether every place is taken."""
         return len(self._members) == len(self._placements)
 
+    def is_held(self, placement: StagePlacement) -> bool:
+        """Whether a worker holds the place that a placement is for."""
+        return place_of(placement) in self._members
+
     def missing(self) -> tuple[str, ...]:
         """The places that nobody holds, in words."""
         return tuple(map(self._words, sorted(self._placements.keys() - self._members)))
@@ -57,6 +63,10 @@ class Places:
         """A member by its name."""
         found = (m for m in self._members.values() if m.worker_id == worker_id)
         return next(found, None)
+
+    def begin(self, dp_rank: int, epoch: int) -> None:
+        """A replica gives its members their places in an epoch."""
+        self._epochs[dp_rank] = epoch
 
     def forget(self, worker_id: str) -> Member | None:
         """A worker is known to be gone: its place is free. Returns the member that it was; None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from functools import partial
 
 import uvloop
 
@@ -27,6 +28,9 @@ from services.rpc.roles import Role
 from services.telemetry.logging import setup_logging
 
 log = logging.getLogger("stagemesh.node")
+
+TOGETHER_SECONDS = 5.0
+"""The workers of a node end within so long of each other when their head sends all away."""
 
 
 def run(config: ServeConfig) -> int:
@@ -74,14 +78,17 @@ async def _run(config: ServeConfig, plan: MeshPlan, host: str) -> int:
             config.wait_for_head,
             config.standby,
             config.node_rank,
-        )
+        ),
+        together_seconds=TOGETHER_SECONDS,
     )
     try:
         port = DEFAULT_MASTER_PORT if config.master_port is None else config.master_port
         await launcher.start(config.master_addr, port)
         async with asyncio.TaskGroup() as tasks:
             stopping = tasks.create_task(stop.wait())
-            ending = tasks.create_task(launcher.watch(_goes_on))
+            ending = tasks.create_task(
+                launcher.watch(partial(_goes_on, launcher), partial(_is_missed, launcher))
+            )
             await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             ending.cancel()  # Without effect where it has ended.
@@ -98,7 +105,20 @@ async def _run(config: ServeConfig, plan: MeshPlan, host: str) -> int:
         await launcher.stop()
 
 
-def _goes_on(ended: WorkerExit) -> bool:
-    """Whether the head may still want a worker here: it has had one, and has not sent it away or
-    gone itself."""
-    return ended.had_joined and not ended.dismissed and ended.code != EXIT_HEAD_LOST
+def _goes_on(launcher: LocalLauncher, ended: WorkerExit) -> bool:
+    """Whether the head may still want a worker here: it has had one, and is not gone itself; and
+    where it has sent this one away, not all of the node, such as one that another has replaced
+    while nothing was heard of it."""
+    if not ended.had_joined or ended.code == EXIT_HEAD_LOST:
+        return False
+    return not ended.dismissed or launcher.is_in_mesh
+
+
+def _is_missed(launcher: LocalLauncher, ended: WorkerExit) -> bool:
+    """Whether the node ends with a worker while others are kept. Not with one that the head has
+    had and that cannot be kept here: whether its place is another's is for the head to know."""
+    if ended.is_spare:
+        return False
+    if not ended.had_joined or ended.code == EXIT_HEAD_LOST:
+        return True
+    return ended.dismissed and not launcher.is_in_mesh

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
+from typing import Any
 
-from services.launch.launcher import GoesOn, WorkerExit
+from services.launch.launcher import GoesOn, IsMissed, WorkerExit
+from services.launch.process import EXIT_HEAD_LOST
 from services.launch.restarts import RestartBudget, RestartLimits
 
 log = logging.getLogger("stagemesh.launch")
@@ -37,3 +39,30 @@ async def keep(
             await start()
         except OSError as error:
             return replace(end, how=f"{end.how}, and no other could be started ({error})")
+
+
+async def keep_all(
+    keepers: Iterable[Coroutine[Any, Any, WorkerExit]], is_missed: IsMissed
+) -> WorkerExit:
+    """Runs `keep` for several workers. Returns the first end that `is_missed`, or the last one
+    where none is; whoever is kept then is kept no more."""
+    async with asyncio.TaskGroup() as tasks:
+        running = {tasks.create_task(keeper) for keeper in keepers}
+        while True:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            ends = [keeper.result() for keeper in done]
+            missed = next(filter(is_missed, ends), None)
+            if missed is not None or not running:
+                for keeper in running:
+                    keeper.cancel()
+                return missed or ends[-1]
+            for end in ends:
+                if not end.dismissed and end.code != EXIT_HEAD_LOST:
+                    # Nobody waits for it, so it is told here.
+                    log.error(
+                        "%s %s, and no other is started; the others go on. Its log lines say why: "
+                        "put that right and start stagemesh stage-worker --standby on this node, "
+                        "which gives the mesh a spare again",
+                        end.name,
+                        end.how,
+                    )

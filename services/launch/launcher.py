@@ -49,6 +49,8 @@ def worker_name(placement: StagePlacement | None) -> str:
 
 GoesOn = Callable[[WorkerExit], bool]
 """Hears of a worker's end, and says whether another may take its place."""
+IsMissed = Callable[[WorkerExit], bool]
+"""Hears of an end after which there is no other, and says whether the others cannot go on."""
 
 
 class Launcher(Protocol):
@@ -60,9 +62,10 @@ class Launcher(Protocol):
         Raises a `StagemeshError` where that fails.
         """
 
-    async def watch(self, goes_on: GoesOn) -> WorkerExit:
+    async def watch(self, goes_on: GoesOn, is_missed: IsMissed) -> WorkerExit:
         """Starts another worker where one has ended, as long as `goes_on` says so and not too
-        often. Returns the end after which there is no other."""
+        often. Returns the first end after which there is no other and which `is_missed`; the
+        last of all where none is."""
 
     async def stop(self) -> None:
         """Makes sure, within seconds, that no worker is left."""

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from services.launch.keeping import keep
-from services.launch.launcher import GoesOn, WorkerExit
+from services.launch.keeping import keep, keep_all
+from services.launch.launcher import GoesOn, IsMissed, WorkerExit
 from services.launch.restarts import DEFAULT_LIMITS, RestartLimits
 from services.launch.worker_command import worker_command
 from services.launch.worker_process import WorkerProcess
 from services.topology.placement import StagePlacement
 from stagemesh.v1 import topology_pb2
-
-log = logging.getLogger("stagemesh.launch")
 
 STOP_TIMEOUT_SECONDS = 2.0
 """A worker that is told to leave does so in well under a second."""
@@ -52,9 +49,18 @@ class LocalWorkers:
 class LocalLauncher:
     """The stage workers of this node. Implements `services.launch.launcher.Launcher`."""
 
-    def __init__(self, workers: LocalWorkers, limits: RestartLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        workers: LocalWorkers,
+        limits: RestartLimits = DEFAULT_LIMITS,
+        *,
+        together_seconds: float = 0.0,
+    ) -> None:
+        """The end of a worker that was sent away is told only when all others have ended or
+        `together_seconds` are over: by then it is known whether all were."""
         self._workers = workers
         self._limits = limits
+        self._together_seconds = together_seconds
         self._processes: list[WorkerProcess] = []
         # Held open for the launcher's life: when it closes, the workers leave.
         self._lifeline: tuple[int, int] | None = os.pipe()
@@ -95,27 +101,30 @@ class LocalLauncher:
             wait_for_head=workers.wait_for_head,
         )
 
-    async def watch(self, goes_on: GoesOn) -> WorkerExit:
+    @property
+    def is_in_mesh(self) -> bool:
+        """Whether a worker runs that has been in the mesh."""
+        return any(process.is_running and process.has_joined for process in self._processes)
+
+    async def watch(self, goes_on: GoesOn, is_missed: IsMissed) -> WorkerExit:
         """Starts another worker where one has ended; see `Launcher.watch`."""
-        async with asyncio.TaskGroup() as tasks:
-            kept = [(p, tasks.create_task(self._keep(p, goes_on))) for p in self._processes]
-            needed = [keeper for process, keeper in kept if process.placement is not None]
-            done, _ = await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
-            for _, keeper in kept:
-                keeper.cancel()
-        return done.pop().result()
+        return await keep_all((self._keep(p, goes_on) for p in self._processes), is_missed)
 
     async def _keep(self, process: WorkerProcess, goes_on: GoesOn) -> WorkerExit:
         async def start() -> None:
             await process.start(self._lifeline_fd())
 
-        return self._given_up(await keep(process.ended, start, goes_on, self._limits))
+        return await keep(partial(self._ended, process), start, goes_on, self._limits)
 
-    def _given_up(self, ended: WorkerExit) -> WorkerExit:
-        """No other takes its place. Nobody waits for a spare, so its end is told here."""
-        if ended.is_spare and self._lifeline is not None and not ended.dismissed:
-            log.error("%s %s, and no other is started", ended.name, ended.how)
-        return ended
+    async def _ended(self, process: WorkerProcess) -> WorkerExit:
+        end = await process.ended()
+        if end.dismissed and self._together_seconds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._together_seconds):
+                    for other in self._processes:
+                        if other.has_joined:
+                            await other.exited()
+        return end
 
     async def stop(self) -> None:
         """Closes the lifeline, gives the workers a moment, and kills what is left."""

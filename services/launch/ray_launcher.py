@@ -10,8 +10,8 @@ from itertools import count
 from pathlib import Path
 
 from services.config import ServeConfig
-from services.launch.keeping import keep
-from services.launch.launcher import GoesOn, WorkerExit
+from services.launch.keeping import keep, keep_all
+from services.launch.launcher import GoesOn, IsMissed, WorkerExit
 from services.launch.process import how_it_ended
 from services.launch.ray_bundles import RankPlace
 from services.launch.ray_cluster import RankRun, RayCluster, one_line
@@ -70,14 +70,9 @@ class RayLauncher:
             environment={} if level is None else {LOG_LEVEL_VARIABLE: level},
         )
 
-    async def watch(self, goes_on: GoesOn) -> WorkerExit:
+    async def watch(self, goes_on: GoesOn, is_missed: IsMissed) -> WorkerExit:
         """Makes another actor where one or its worker has ended; see `Launcher.watch`."""
-        async with asyncio.TaskGroup() as tasks:
-            keepers = [tasks.create_task(self._keep(run, goes_on)) for run in self._runs]
-            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
-            for keeper in keepers:
-                keeper.cancel()
-        return done.pop().result()
+        return await keep_all((self._keep(run, goes_on) for run in self._runs), is_missed)
 
     async def _keep(self, run: _Run, goes_on: GoesOn) -> WorkerExit:
         starts = count(2)

@@ -105,6 +105,11 @@ class WorkerProcess:
             had_joined=self.has_joined,
         )
 
+    async def exited(self) -> None:
+        """Waits until the process that was last started runs no more."""
+        if self._process is not None:
+            await self._process.wait()
+
     def _stop_listening(self) -> None:
         self._silence.stop()
         if self._pulse is not None:

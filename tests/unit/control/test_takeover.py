@@ -348,6 +348,7 @@ class Node(RuleBasedStateMachine):
                 assert process.devices == member.placement.device_indices
                 process.said = status(STARTING)
         self.epoch += 1
+        self.table.begin(0, self.epoch)
         # Whoever has just taken over is no worse than before: nothing more is to do.
         gone = {m.worker_id: Readiness.HOLDS for m in self.table.members}
         assert all(

@@ -146,7 +146,7 @@ async def test_the_first_end_is_told_in_words_and_the_rest_is_ended(
     else:
         cluster.runs[1].end.set_exception(end)
     async with asyncio.timeout(5):
-        exit_ = await launcher.watch(lambda ended: False)
+        exit_ = await launcher.watch(lambda ended: False, lambda ended: True)
     assert (exit_.how, exit_.dismissed) == (how, False)
     await launcher.stop()
     assert cluster.killed == [cluster.runs[0]]
@@ -162,7 +162,7 @@ async def test_another_actor_takes_the_place_of_one_that_has_ended(model: Path) 
         ends.append(ended.how)
         return len(ends) < 2
 
-    watching = asyncio.ensure_future(launcher.watch(goes_on))
+    watching = asyncio.ensure_future(launcher.watch(goes_on, lambda ended: True))
     cluster.runs[1].end.set_result(RankEnd(-9))
     async with asyncio.timeout(5):
         while len(cluster.runs) < 3:  # noqa: ASYNC110 - what is waited for is the launcher
