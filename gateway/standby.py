@@ -162,7 +162,8 @@ class Standby:
                 def on_progress(pp_rank: int, progress: stage_worker_pb2.LoadProgress) -> None:
                     limit.reschedule(loop.time() + HOLD_STALL_SECONDS)
 
-                await client.load(stage_plan(self._plan, placement, 0), on_progress)
+                plan = stage_plan(self._plan, placement, 0)
+                await client.load(plan, on_progress, in_advance=True)
                 spare.status.CopyFrom(await client.status())
         except TimeoutError:
             raise StageFailed(

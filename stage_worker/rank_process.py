@@ -70,6 +70,7 @@ class RankProcess:
         self._stopping = False
         self._ending = False
         self._has_loaded = False
+        self._is_in_group = False
         self.over = asyncio.Event()
         """Set when the process is gone and its last events are read."""
         self.state = stage_worker_pb2.COMPONENT_STATE_STARTING
@@ -86,6 +87,12 @@ class RankProcess:
     def has_loaded(self) -> bool:
         """Whether it has come to a plan, and is there still."""
         return self._has_loaded and not self.is_ending
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether it was told to join groups, and has not said since that it has left them. Until
+        then it may hold a step, whatever epoch this side counts it to."""
+        return self._is_in_group and not self.is_ending
 
     def status(self) -> stage_worker_pb2.RankStatus:
         """What the rank does, as far as this side knows; never waits."""
@@ -170,6 +177,8 @@ class RankProcess:
                 self._has_answered(call)
 
     def _has_answered(self, call: Call) -> None:
+        if call.kind == "leave_group":
+            self._is_in_group = self._calls.has("form_group")
         if call.kind == "load":
             self._has_loaded = True
             loading = self.state == stage_worker_pb2.COMPONENT_STATE_LOADING
@@ -363,6 +372,7 @@ class RankProcess:
         kind = command.WhichOneof("command") or ""
         if kind == "load":
             self.state = stage_worker_pb2.COMPONENT_STATE_LOADING
+        self._is_in_group |= kind == "form_group"
         call = self._calls.add(kind, timeout_seconds, on_progress)
         self.send(ipc.encode(command))
         return call

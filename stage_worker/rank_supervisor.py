@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from services.errors import StageFailed
+from services.errors import StageFailed, StagemeshError, failure_of
 from services.launch.restarts import DEFAULT_LIMITS, RestartBudget, RestartLimits
 from stage_worker.rank_arguments import RankPlace
 from stage_worker.rank_process import STOP_TIMEOUT_SECONDS, RankProcess
@@ -30,6 +30,8 @@ class RankSupervisor:
         self._start = start
         self._place: RankPlace | None = None
         self._budget = RestartBudget(limits)
+        self._tasks: asyncio.TaskGroup | None = None
+        """While it runs."""
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
         self.process = start()
@@ -38,6 +40,20 @@ class RankSupervisor:
     async def run(self) -> None:
         """Runs one process after the other until `stop`. Raises `StageFailed` where they end too
         often."""
+        failure: StagemeshError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                try:
+                    await self._run_processes()
+                finally:
+                    self._tasks = None
+        except* StageFailed as errors:
+            failure = failure_of(errors)
+        if failure is not None:
+            raise failure
+
+    async def _run_processes(self) -> None:
         while True:
             process, started_at = self.process, time.monotonic()
             await process.run()
@@ -63,12 +79,12 @@ class RankSupervisor:
     async def reset(self, *, replace: bool) -> None:
         """Brings the rank to where it can join a new epoch: started, and in no group.
 
-        With `replace`, or where it does not leave its groups, by a new process. One that has never
-        been in a group is new already: it holds no step.
+        With `replace`, or where it does not leave its groups, by a new process. One that is in no
+        group holds no step, and stays.
         Raises `StageFailed` where that cannot be started.
         """
         process = self.process
-        if replace and process.epoch:
+        if replace and process.is_in_group:
             process.replace("holds a step that does not end, and is replaced")
         elif not process.is_ending:
             # Where it ends while it is asked, another takes its place all the same.
@@ -76,6 +92,19 @@ class RankSupervisor:
                 if not await process.leave_group():
                     process.replace("does not leave its groups, and is replaced")
         await self._started()
+
+    def begin_reset(self, *, replace: bool) -> asyncio.Task[None] | None:
+        """`reset`, which ends also where nobody waits for it; what prevents it is in the log, and
+        ends `run` where it stays so. None where no process runs, which is in no group then."""
+        if self._tasks is None:
+            return None
+        return self._tasks.create_task(self._reset_if_possible(replace=replace))
+
+    async def _reset_if_possible(self, *, replace: bool) -> None:
+        try:
+            await self.reset(replace=replace)
+        except StageFailed as failure:
+            log.warning("not yet out of its groups: %s", failure.message)
 
     async def take_place(self, place: RankPlace) -> None:
         """The rank stands there from now on, and so does every process after this one. Raises

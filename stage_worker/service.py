@@ -153,7 +153,9 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
     ) -> stage_worker_pb2.ResetRanksResponse:
         """Brings every rank to where it can join an epoch's groups, at a place."""
         if request.standby:
-            if self.standing.lose(request.epoch):
+            news = self.standing.lose(request.epoch)
+            # Who has heard of it before, with a heartbeat, did not hear that its ranks are stuck.
+            if news or (request.replace and self.standing.is_spare and self._are_in_group):
                 await self.become_spare(replace=request.replace)
             return stage_worker_pb2.ResetRanksResponse()
         self._refuse_old(request.epoch)
@@ -179,7 +181,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     async def become_spare(self, *, replace: bool = False) -> None:
         """Another worker has taken over this one's place: its ranks leave their groups, or are
-        replaced. Raises `StageFailed` where they cannot be started."""
+        replaced. They do so as well where nobody waits for it any longer."""
         log.warning("another worker has taken over the place of this one, which is a spare now")
         self._end_stream()
         self._error = None
@@ -187,9 +189,13 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         for rank in self.ranks:
             if not replace:
                 rank.process.leave_epoch()
-        async with asyncio.TaskGroup() as tasks:
-            for rank in self.ranks:
-                tasks.create_task(rank.reset(replace=replace))
+        begun = [rank.begin_reset(replace=replace) for rank in self.ranks]
+        if resets := [reset for reset in begun if reset is not None]:
+            await asyncio.wait(resets)
+
+    @property
+    def _are_in_group(self) -> bool:
+        return any(rank.process.is_in_group for rank in self.ranks)
 
     def _refuse_spare(self) -> None:
         if self.standing.is_spare:
@@ -233,7 +239,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Brings every rank to a plan, with progress, then a report for each rank."""
-        ranks = await self._ranks_to_load(request.plan.placement)
+        ranks = await self._ranks_to_load(request)
         self.standing.load(request.plan.placement)
         reports = await load_ranks(ranks, request.plan, partial(write, context))
         self._plan_fingerprint = request.plan.fingerprint
@@ -241,13 +247,19 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         for report in reports:
             await write(context, stage_worker_pb2.LoadResponse(report=report))
 
-    async def _ranks_to_load(self, placement: topology_pb2.Placement) -> list[RankProcess]:
-        """Those of the present epoch; of a spare all, which stand where the plan says."""
-        if not self.standing.is_spare:
-            return await self._ranks_of_epoch()
+    async def _ranks_to_load(self, request: stage_worker_pb2.LoadRequest) -> list[RankProcess]:
+        """Those of the present epoch; of a spare all, which stand where the plan says. What comes
+        late, when the worker has another place or none, is refused."""
+        placement = request.plan.placement
+        if not request.in_advance:
+            processes = await self._ranks_of_epoch()
+            self.standing.check_own(placement)
+            return processes
+        self.standing.check_spare()
         ranks = await self._ranks_or_refuse()
         check_placement(placement, len(ranks))
         await self._take_places(ranks, placement)
+        self.standing.check_spare()
         return [rank.process for rank in ranks]
 
     async def Execute(
@@ -308,6 +320,7 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         status = self.standing.status(
             [rank.process.status() for rank in self.ranks],
             all_hold=all(rank.process.has_loaded for rank in self.ranks),
+            in_group=self._are_in_group,
             leaving=self.leave.is_set(),
         )
         status.epoch = self._epoch

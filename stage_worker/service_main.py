@@ -23,7 +23,6 @@ from services.errors import (
     ConfigError,
     HeadLost,
     PartitionError,
-    StageFailed,
     StagemeshError,
     UsageError,
     failure_of,
@@ -167,7 +166,7 @@ async def _run_worker(
                 _start_ranks(worker, tasks, config, joined, device)
 
             def on_place_lost() -> None:
-                tasks.create_task(_become_spare(worker))
+                tasks.create_task(worker.become_spare())
 
             timeout_seconds = None if config.wait_for_head else config.join_timeout_seconds
             await hold_place(control, request, worker, on_joined, on_place_lost, timeout_seconds)
@@ -226,15 +225,6 @@ def _start_ranks(
         worker.ranks.append(rank)
         tasks.create_task(rank.run())
     worker.placed.set()
-
-
-async def _become_spare(worker: StageWorker) -> None:
-    """What prevents it is in the log, and ends the worker where it stays so."""
-    try:
-        await worker.become_spare()
-    except* StageFailed as failures:  # Each rank may fail, so it comes in a group.
-        failure = failure_of(failures)
-        log.warning("not yet a spare: %s", failures if failure is None else failure.message)
 
 
 async def _until_left(worker: StageWorker, config: StageWorkerConfig) -> None:

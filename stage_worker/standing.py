@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.errors import ConfigError, InvalidRequest
+from services.errors import ConfigError, InvalidRequest, PipelineUnavailable
 from services.topology.wire import MAX_SIZE
 from stage_worker.rank_arguments import RankPlace
 from stagemesh.v1 import stage_worker_pb2, topology_pb2
@@ -52,12 +52,17 @@ class Standing:
 
     def take(self, epoch: int, placement: topology_pb2.Placement, num_ranks: int) -> None:
         """The head gives the worker a place from an epoch on. Raises `InvalidRequest` for one that
-        its ranks cannot fill, `ConfigError` for one that it has lost since."""
+        its ranks cannot fill, `ConfigError` for one that it has lost or changed since."""
         check_placement(placement, num_ranks)
         if epoch <= self._lost_epoch:
             raise ConfigError(
                 f"the place was given in epoch {epoch}, and another worker has taken it over in "
                 f"epoch {self._lost_epoch} or later"
+            )
+        if epoch < self._given_epoch:
+            raise ConfigError(
+                f"the place was given in epoch {epoch}, and this worker was given one in epoch "
+                f"{self._given_epoch}"
             )
         self.took_over = self.took_over or self.is_spare
         self.placement, self.is_spare, self._given_epoch = placement, False, epoch
@@ -71,6 +76,23 @@ class Standing:
             self.placement, self.is_spare = None, True
         return not known
 
+    def check_spare(self) -> None:
+        """Raises `PipelineUnavailable` where the worker has a place, and needs what it holds."""
+        if not self.is_spare:
+            raise PipelineUnavailable("this stage worker is no spare: it loads for its own place")
+
+    def check_own(self, placement: topology_pb2.Placement) -> None:
+        """Raises `ConfigError` for a place that is not the worker's own."""
+        own = self.placement
+        if own is None:
+            return
+        if own.dp_rank != placement.dp_rank or not same_weights(own, placement):
+            raise ConfigError(
+                f"a plan for {_words(placement)} has come to the stage worker of {_words(own)}; "
+                "it loads for its own place",
+                param="placement",
+            )
+
     def load(self, placement: topology_pb2.Placement) -> None:
         """The ranks begin to load for a place; what they hold of another they drop."""
         if self._held is not None and not same_weights(self._held, placement):
@@ -81,13 +103,22 @@ class Standing:
         self._held = placement
 
     def status(
-        self, ranks: Sequence[stage_worker_pb2.RankStatus], *, all_hold: bool, leaving: bool
+        self,
+        ranks: Sequence[stage_worker_pb2.RankStatus],
+        *,
+        all_hold: bool,
+        in_group: bool,
+        leaving: bool,
     ) -> stage_worker_pb2.StatusResponse:
         """State and held place. `all_hold`: no rank has been replaced since it loaded;
+        `in_group`: one of them is in a group, as far as is known;
         `leaving`: the worker knows that it leaves before its ranks do."""
+        # A rank that has failed and lives could not load what it was told to. It can for another
+        # place, or a little later.
         idle = (
             stage_worker_pb2.COMPONENT_STATE_STARTING,
             stage_worker_pb2.COMPONENT_STATE_READY,
+            stage_worker_pb2.COMPONENT_STATE_FAILED,
         )
         states = [
             stage_worker_pb2.COMPONENT_STATE_STANDBY
@@ -95,11 +126,20 @@ class Standing:
             else rank.state
             for rank in ranks
         ]
+        if self.is_spare and in_group:
+            states.append(stage_worker_pb2.COMPONENT_STATE_STARTING)
         if leaving:
             states.append(stage_worker_pb2.COMPONENT_STATE_DRAINING)
         worst = max(states, key=_SEVERITY.index, default=stage_worker_pb2.COMPONENT_STATE_STARTING)
         holds = self._held if ranks and all_hold else None
         return stage_worker_pb2.StatusResponse(state=worst, ranks=ranks, holds=holds)
+
+
+def _words(placement: topology_pb2.Placement) -> str:
+    return (
+        f"stage {placement.pp_rank} of replica {placement.dp_rank} (layers {placement.layer_start} "
+        f"to {placement.layer_end - 1}, TP ranks {', '.join(map(str, placement.tp_ranks))})"
+    )
 
 
 def check_placement(placement: topology_pb2.Placement, num_ranks: int) -> None:

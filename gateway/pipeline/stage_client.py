@@ -96,13 +96,14 @@ class StageClient:
         self,
         plan: stage_worker_pb2.StagePlan,
         on_progress: Callable[[int, stage_worker_pb2.LoadProgress], None],
+        *,
+        in_advance: bool = False,
     ) -> list[stage_worker_pb2.RankReport]:
-        """Brings the stage to a plan. Raises `StageFailed`, or `ConfigError` for a plan that the
-        stage will never reach."""
+        """Brings the stage, or `in_advance` a spare, to a plan. Raises `StageFailed`, or
+        `ConfigError` for a plan that it will never reach."""
         reports: list[stage_worker_pb2.RankReport] = []
-        call = self._stub.Load(
-            stage_worker_pb2.LoadRequest(plan=plan), timeout=LOAD_TIMEOUT_SECONDS
-        )
+        request = stage_worker_pb2.LoadRequest(plan=plan, in_advance=in_advance)
+        call = self._stub.Load(request, timeout=LOAD_TIMEOUT_SECONDS)
         try:
             async for response in call:
                 if response.WhichOneof("event") == "progress":

@@ -26,17 +26,17 @@ from stagemesh.v1 import step_pb2 as stagemesh_dot_v1_dot_step__pb2
 from stagemesh.v1 import topology_pb2 as stagemesh_dot_v1_dot_topology__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fstagemesh/v1/stage_worker.proto\x12\x0cstagemesh.v1\x1a\x17stagemesh/v1/step.proto\x1a\x1bstagemesh/v1/topology.proto\"!\n\x10OpenStoreRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"$\n\x11OpenStoreResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"p\n\x11ResetRanksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07replace\x18\x02 \x01(\x08\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\x0f\n\x07standby\x18\x04 \x01(\x08\"\x14\n\x12ResetRanksResponse\"{\n\x10\x46ormGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12(\n\x08topology\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\"\n\x11\x46ormGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xd0\x03\n\tStagePlan\x12(\n\x08topology\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12*\n\tplacement\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x1d\n\x15kv_cache_memory_bytes\x18\n \x01(\x04\x12\x1e\n\x16gpu_memory_utilization\x18\x0b \x01(\x01\x12\x15\n\renforce_eager\x18\x0c \x01(\x08\x12\x19\n\x11trust_remote_code\x18\r \x01(\x08\x12.\n\x0b\x66ingerprint\x18\x0e \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x34\n\x0fsimulated_costs\x18\x0f \x03(\x0b\x32\x1b.stagemesh.v1.SimulatedCost\"d\n\rSimulatedCost\x12\x15\n\rfixed_seconds\x18\x01 \x01(\x01\x12\x19\n\x11per_token_seconds\x18\x02 \x01(\x01\x12!\n\x19per_context_token_seconds\x18\x03 \x01(\x01\"4\n\x0bLoadRequest\x12%\n\x04plan\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.StagePlan\"J\n\x0cLoadProgress\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xc4\x01\n\nRankReport\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_block_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fpossible_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12\x66ingerprint_digest\x18\x06 \x01(\t\x12.\n\x08\x62oundary\x18\x07 \x01(\x0b\x32\x1c.stagemesh.v1.BoundarySchema\"s\n\x0cLoadResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.stagemesh.v1.LoadProgressH\x00\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RankReportH\x00\x42\x07\n\x05\x65vent\"2\n\x0e\x45xecuteRequest\x12 \n\x04step\x18\x01 \x01(\x0b\x32\x12.stagemesh.v1.Step\"q\n\x0f\x45xecuteResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.StepResultH\x00\x12)\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.StageErrorH\x00\x42\x07\n\x05\x65vent\"7\n\x0c\x44\x65viceMemory\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x87\x02\n\nRankStatus\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12+\n\x05state\x18\x04 \x01(\x0e\x32\x1c.stagemesh.v1.ComponentState\x12\x19\n\x11memory_peak_bytes\x18\x05 \x01(\x04\x12\x33\n\x0fmemory_at_start\x18\x06 \x01(\x0b\x32\x1a.stagemesh.v1.DeviceMemory\x12&\n\x05phase\x18\x07 \x01(\x0e\x32\x17.stagemesh.v1.RankPhase\x12\x15\n\rphase_seconds\x18\x08 \x01(\x01\x12\x0f\n\x07started\x18\t \x01(\x08\"\x0f\n\rStatusRequest\"\xdc\x01\n\x0eStatusResponse\x12+\n\x05state\x18\x01 \x01(\x0e\x32\x1c.stagemesh.v1.ComponentState\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0clast_step_id\x18\x03 \x01(\x04\x12\'\n\x05ranks\x18\x04 \x03(\x0b\x32\x18.stagemesh.v1.RankStatus\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.StageError\x12&\n\x05holds\x18\x06 \x01(\x0b\x32\x17.stagemesh.v1.Placement\"<\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\x12\x13\n\x0bhead_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse*\xde\x01\n\x0e\x43omponentState\x12\x1f\n\x1b\x43OMPONENT_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43OMPONENT_STATE_STARTING\x10\x01\x12\x1b\n\x17\x43OMPONENT_STATE_LOADING\x10\x02\x12\x19\n\x15\x43OMPONENT_STATE_READY\x10\x03\x12\x1c\n\x18\x43OMPONENT_STATE_DRAINING\x10\x04\x12\x1a\n\x16\x43OMPONENT_STATE_FAILED\x10\x05\x12\x1b\n\x17\x43OMPONENT_STATE_STANDBY\x10\x06*\x89\x01\n\tRankPhase\x12\x1a\n\x16RANK_PHASE_UNSPECIFIED\x10\x00\x12\x1b\n\x17RANK_PHASE_CONTROL_WAIT\x10\x01\x12\x16\n\x12RANK_PHASE_RECEIVE\x10\x02\x12\x16\n\x12RANK_PHASE_COMPUTE\x10\x03\x12\x13\n\x0fRANK_PHASE_SEND\x10\x04\x32\x95\x04\n\x12StageWorkerService\x12L\n\tOpenStore\x12\x1e.stagemesh.v1.OpenStoreRequest\x1a\x1f.stagemesh.v1.OpenStoreResponse\x12O\n\nResetRanks\x12\x1f.stagemesh.v1.ResetRanksRequest\x1a .stagemesh.v1.ResetRanksResponse\x12L\n\tFormGroup\x12\x1e.stagemesh.v1.FormGroupRequest\x1a\x1f.stagemesh.v1.FormGroupResponse\x12?\n\x04Load\x12\x19.stagemesh.v1.LoadRequest\x1a\x1a.stagemesh.v1.LoadResponse0\x01\x12J\n\x07\x45xecute\x12\x1c.stagemesh.v1.ExecuteRequest\x1a\x1d.stagemesh.v1.ExecuteResponse(\x01\x30\x01\x12\x43\n\x06Status\x12\x1b.stagemesh.v1.StatusRequest\x1a\x1c.stagemesh.v1.StatusResponse\x12@\n\x05\x44rain\x12\x1a.stagemesh.v1.DrainRequest\x1a\x1b.stagemesh.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fstagemesh/v1/stage_worker.proto\x12\x0cstagemesh.v1\x1a\x17stagemesh/v1/step.proto\x1a\x1bstagemesh/v1/topology.proto\"!\n\x10OpenStoreRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"$\n\x11OpenStoreResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"p\n\x11ResetRanksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07replace\x18\x02 \x01(\x08\x12*\n\tplacement\x18\x03 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\x0f\n\x07standby\x18\x04 \x01(\x08\"\x14\n\x12ResetRanksResponse\"{\n\x10\x46ormGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12(\n\x08topology\x18\x03 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\"\n\x11\x46ormGroupResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xd0\x03\n\tStagePlan\x12(\n\x08topology\x18\x01 \x01(\x0b\x32\x16.stagemesh.v1.Topology\x12*\n\tplacement\x18\x02 \x01(\x0b\x32\x17.stagemesh.v1.Placement\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x1d\n\x15kv_cache_memory_bytes\x18\n \x01(\x04\x12\x1e\n\x16gpu_memory_utilization\x18\x0b \x01(\x01\x12\x15\n\renforce_eager\x18\x0c \x01(\x08\x12\x19\n\x11trust_remote_code\x18\r \x01(\x08\x12.\n\x0b\x66ingerprint\x18\x0e \x01(\x0b\x32\x19.stagemesh.v1.Fingerprint\x12\x34\n\x0fsimulated_costs\x18\x0f \x03(\x0b\x32\x1b.stagemesh.v1.SimulatedCost\"d\n\rSimulatedCost\x12\x15\n\rfixed_seconds\x18\x01 \x01(\x01\x12\x19\n\x11per_token_seconds\x18\x02 \x01(\x01\x12!\n\x19per_context_token_seconds\x18\x03 \x01(\x01\"H\n\x0bLoadRequest\x12%\n\x04plan\x18\x01 \x01(\x0b\x32\x17.stagemesh.v1.StagePlan\x12\x12\n\nin_advance\x18\x02 \x01(\x08\"J\n\x0cLoadProgress\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x14\n\x0cloaded_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"\xc4\x01\n\nRankReport\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_block_bytes\x18\x03 \x01(\x04\x12\x17\n\x0fpossible_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12\x66ingerprint_digest\x18\x06 \x01(\t\x12.\n\x08\x62oundary\x18\x07 \x01(\x0b\x32\x1c.stagemesh.v1.BoundarySchema\"s\n\x0cLoadResponse\x12.\n\x08progress\x18\x01 \x01(\x0b\x32\x1a.stagemesh.v1.LoadProgressH\x00\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.RankReportH\x00\x42\x07\n\x05\x65vent\"2\n\x0e\x45xecuteRequest\x12 \n\x04step\x18\x01 \x01(\x0b\x32\x12.stagemesh.v1.Step\"q\n\x0f\x45xecuteResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.stagemesh.v1.StepResultH\x00\x12)\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x18.stagemesh.v1.StageErrorH\x00\x42\x07\n\x05\x65vent\"7\n\x0c\x44\x65viceMemory\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"\x87\x02\n\nRankStatus\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12+\n\x05state\x18\x04 \x01(\x0e\x32\x1c.stagemesh.v1.ComponentState\x12\x19\n\x11memory_peak_bytes\x18\x05 \x01(\x04\x12\x33\n\x0fmemory_at_start\x18\x06 \x01(\x0b\x32\x1a.stagemesh.v1.DeviceMemory\x12&\n\x05phase\x18\x07 \x01(\x0e\x32\x17.stagemesh.v1.RankPhase\x12\x15\n\rphase_seconds\x18\x08 \x01(\x01\x12\x0f\n\x07started\x18\t \x01(\x08\"\x0f\n\rStatusRequest\"\xdc\x01\n\x0eStatusResponse\x12+\n\x05state\x18\x01 \x01(\x0e\x32\x1c.stagemesh.v1.ComponentState\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0clast_step_id\x18\x03 \x01(\x04\x12\'\n\x05ranks\x18\x04 \x03(\x0b\x32\x18.stagemesh.v1.RankStatus\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.stagemesh.v1.StageError\x12&\n\x05holds\x18\x06 \x01(\x0b\x32\x17.stagemesh.v1.Placement\"<\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\x12\x13\n\x0bhead_leaves\x18\x02 \x01(\x08\"\x0f\n\rDrainResponse*\xde\x01\n\x0e\x43omponentState\x12\x1f\n\x1b\x43OMPONENT_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43OMPONENT_STATE_STARTING\x10\x01\x12\x1b\n\x17\x43OMPONENT_STATE_LOADING\x10\x02\x12\x19\n\x15\x43OMPONENT_STATE_READY\x10\x03\x12\x1c\n\x18\x43OMPONENT_STATE_DRAINING\x10\x04\x12\x1a\n\x16\x43OMPONENT_STATE_FAILED\x10\x05\x12\x1b\n\x17\x43OMPONENT_STATE_STANDBY\x10\x06*\x89\x01\n\tRankPhase\x12\x1a\n\x16RANK_PHASE_UNSPECIFIED\x10\x00\x12\x1b\n\x17RANK_PHASE_CONTROL_WAIT\x10\x01\x12\x16\n\x12RANK_PHASE_RECEIVE\x10\x02\x12\x16\n\x12RANK_PHASE_COMPUTE\x10\x03\x12\x13\n\x0fRANK_PHASE_SEND\x10\x04\x32\x95\x04\n\x12StageWorkerService\x12L\n\tOpenStore\x12\x1e.stagemesh.v1.OpenStoreRequest\x1a\x1f.stagemesh.v1.OpenStoreResponse\x12O\n\nResetRanks\x12\x1f.stagemesh.v1.ResetRanksRequest\x1a .stagemesh.v1.ResetRanksResponse\x12L\n\tFormGroup\x12\x1e.stagemesh.v1.FormGroupRequest\x1a\x1f.stagemesh.v1.FormGroupResponse\x12?\n\x04Load\x12\x19.stagemesh.v1.LoadRequest\x1a\x1a.stagemesh.v1.LoadResponse0\x01\x12J\n\x07\x45xecute\x12\x1c.stagemesh.v1.ExecuteRequest\x1a\x1d.stagemesh.v1.ExecuteResponse(\x01\x30\x01\x12\x43\n\x06Status\x12\x1b.stagemesh.v1.StatusRequest\x1a\x1c.stagemesh.v1.StatusResponse\x12@\n\x05\x44rain\x12\x1a.stagemesh.v1.DrainRequest\x1a\x1b.stagemesh.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.stage_worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COMPONENTSTATE']._serialized_start=2298
-  _globals['_COMPONENTSTATE']._serialized_end=2520
-  _globals['_RANKPHASE']._serialized_start=2523
-  _globals['_RANKPHASE']._serialized_end=2660
+  _globals['_COMPONENTSTATE']._serialized_start=2318
+  _globals['_COMPONENTSTATE']._serialized_end=2540
+  _globals['_RANKPHASE']._serialized_start=2543
+  _globals['_RANKPHASE']._serialized_end=2680
   _globals['_OPENSTOREREQUEST']._serialized_start=103
   _globals['_OPENSTOREREQUEST']._serialized_end=136
   _globals['_OPENSTORERESPONSE']._serialized_start=138
@@ -54,29 +54,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SIMULATEDCOST']._serialized_start=940
   _globals['_SIMULATEDCOST']._serialized_end=1040
   _globals['_LOADREQUEST']._serialized_start=1042
-  _globals['_LOADREQUEST']._serialized_end=1094
-  _globals['_LOADPROGRESS']._serialized_start=1096
-  _globals['_LOADPROGRESS']._serialized_end=1170
-  _globals['_RANKREPORT']._serialized_start=1173
-  _globals['_RANKREPORT']._serialized_end=1369
-  _globals['_LOADRESPONSE']._serialized_start=1371
-  _globals['_LOADRESPONSE']._serialized_end=1486
-  _globals['_EXECUTEREQUEST']._serialized_start=1488
-  _globals['_EXECUTEREQUEST']._serialized_end=1538
-  _globals['_EXECUTERESPONSE']._serialized_start=1540
-  _globals['_EXECUTERESPONSE']._serialized_end=1653
-  _globals['_DEVICEMEMORY']._serialized_start=1655
-  _globals['_DEVICEMEMORY']._serialized_end=1710
-  _globals['_RANKSTATUS']._serialized_start=1713
-  _globals['_RANKSTATUS']._serialized_end=1976
-  _globals['_STATUSREQUEST']._serialized_start=1978
-  _globals['_STATUSREQUEST']._serialized_end=1993
-  _globals['_STATUSRESPONSE']._serialized_start=1996
-  _globals['_STATUSRESPONSE']._serialized_end=2216
-  _globals['_DRAINREQUEST']._serialized_start=2218
-  _globals['_DRAINREQUEST']._serialized_end=2278
-  _globals['_DRAINRESPONSE']._serialized_start=2280
-  _globals['_DRAINRESPONSE']._serialized_end=2295
-  _globals['_STAGEWORKERSERVICE']._serialized_start=2663
-  _globals['_STAGEWORKERSERVICE']._serialized_end=3196
+  _globals['_LOADREQUEST']._serialized_end=1114
+  _globals['_LOADPROGRESS']._serialized_start=1116
+  _globals['_LOADPROGRESS']._serialized_end=1190
+  _globals['_RANKREPORT']._serialized_start=1193
+  _globals['_RANKREPORT']._serialized_end=1389
+  _globals['_LOADRESPONSE']._serialized_start=1391
+  _globals['_LOADRESPONSE']._serialized_end=1506
+  _globals['_EXECUTEREQUEST']._serialized_start=1508
+  _globals['_EXECUTEREQUEST']._serialized_end=1558
+  _globals['_EXECUTERESPONSE']._serialized_start=1560
+  _globals['_EXECUTERESPONSE']._serialized_end=1673
+  _globals['_DEVICEMEMORY']._serialized_start=1675
+  _globals['_DEVICEMEMORY']._serialized_end=1730
+  _globals['_RANKSTATUS']._serialized_start=1733
+  _globals['_RANKSTATUS']._serialized_end=1996
+  _globals['_STATUSREQUEST']._serialized_start=1998
+  _globals['_STATUSREQUEST']._serialized_end=2013
+  _globals['_STATUSRESPONSE']._serialized_start=2016
+  _globals['_STATUSRESPONSE']._serialized_end=2236
+  _globals['_DRAINREQUEST']._serialized_start=2238
+  _globals['_DRAINREQUEST']._serialized_end=2298
+  _globals['_DRAINRESPONSE']._serialized_start=2300
+  _globals['_DRAINRESPONSE']._serialized_end=2315
+  _globals['_STAGEWORKERSERVICE']._serialized_start=2683
+  _globals['_STAGEWORKERSERVICE']._serialized_end=3216
 # @@protoc_insertion_point(module_scope)

@@ -130,10 +130,12 @@ class SimulatedCost(_message.Message):
     def __init__(self, fixed_seconds: _Optional[float] = ..., per_token_seconds: _Optional[float] = ..., per_context_token_seconds: _Optional[float] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("plan",)
+    __slots__ = ("plan", "in_advance")
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    IN_ADVANCE_FIELD_NUMBER: _ClassVar[int]
     plan: StagePlan
-    def __init__(self, plan: _Optional[_Union[StagePlan, _Mapping]] = ...) -> None: ...
+    in_advance: bool
+    def __init__(self, plan: _Optional[_Union[StagePlan, _Mapping]] = ..., in_advance: _Optional[bool] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("tp_rank", "loaded_bytes", "total_bytes")

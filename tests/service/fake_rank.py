@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from services.errors import ModelError
 from stage_worker import ipc
 from stage_worker.rank_arguments import RankArguments
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
@@ -22,6 +23,8 @@ EXIT_CODE = 7
 SLOW_SECONDS = 0.3
 FLOOD_RESULTS = 3000
 FLOOD_TOKENS = 1000
+MISSING_MODEL = "/models/missing"
+"""Of a plan that it cannot load."""
 
 
 class Rank:
@@ -31,6 +34,9 @@ class Rank:
         self._mode = mode
         self._sock = sock
         self._lock = threading.Lock()
+        self._phase = stage_worker_pb2.RANK_PHASE_CONTROL_WAIT
+        if "step-compute" in mode:
+            self._phase = stage_worker_pb2.RANK_PHASE_COMPUTE
 
     def emit(self, *events: rank_pb2.RankEvent) -> None:
         with self._lock:
@@ -38,10 +44,7 @@ class Rank:
 
     def beat(self) -> None:
         while True:
-            alive = rank_pb2.RankAlive()
-            if "step-compute" in self._mode:
-                alive.phase = stage_worker_pb2.RANK_PHASE_COMPUTE
-            self.emit(rank_pb2.RankEvent(alive=alive))
+            self.emit(rank_pb2.RankEvent(alive=rank_pb2.RankAlive(phase=self._phase)))
             time.sleep(HEARTBEAT_SECONDS)
 
     def run(self) -> None:
@@ -54,8 +57,12 @@ class Rank:
                     epoch = stage_worker_pb2.FormGroupResponse(epoch=command.form_group.epoch)
                     self.emit(rank_pb2.RankEvent(group_formed=epoch))
                 case "leave_group":
+                    if "leave-slow" in self._mode:
+                        time.sleep(SLOW_SECONDS)
                     self.emit(rank_pb2.RankEvent(group_left=rank_pb2.GroupLeft()))
                 case "take_place":
+                    if "take-slow" in self._mode:
+                        time.sleep(SLOW_SECONDS)
                     self.emit(rank_pb2.RankEvent(place_taken=rank_pb2.PlaceTaken()))
                 case "load":
                     self.load(command.load)
@@ -69,6 +76,10 @@ class Rank:
             os._exit(EXIT_CODE)
         if "load-garbage" in self._mode:
             self._sock.sendall(b"\x00\x00\x00\x01\xff")
+        if plan.model_path == MISSING_MODEL:
+            error = step_pb2.StageError(reason=ModelError.reason, message="it is not there")
+            self.emit(rank_pb2.RankEvent(error=error))
+            return
         if "load-slow" in self._mode:
             time.sleep(SLOW_SECONDS)
         progress = stage_worker_pb2.LoadProgress(loaded_bytes=plan.num_blocks)
@@ -83,6 +94,8 @@ class Rank:
                 self.emit(rank_pb2.RankEvent(error=error))
                 return
         if "step-hang" in self._mode:
+            if "step-compute" not in self._mode:
+                self._phase = stage_worker_pb2.RANK_PHASE_RECEIVE
             threading.Event().wait()
         if "step-slow" in self._mode:
             time.sleep(SLOW_SECONDS)

@@ -30,7 +30,10 @@ class Told:
     async def stand_by(self, epoch: int, *, replace: bool) -> None:
         self._spares.orders.append((self._address, epoch, replace))
 
-    async def load(self, plan: stage_worker_pb2.StagePlan, on_progress: object) -> None:
+    async def load(
+        self, plan: stage_worker_pb2.StagePlan, on_progress: object, *, in_advance: bool
+    ) -> None:
+        assert in_advance
         self._spares.loads.append((self._address, plan.placement.pp_rank))
         self._spares.has_been_told.set()
         await self._spares.on_load(self._address)
@@ -265,6 +268,11 @@ async def test_a_spare_that_cannot_be_brought_up_loses_the_place_again(
         made.engine.failures.put_nowait(DIED)
         await made.until_up()
         assert spares.holders == [first, spares.name]
+        await spares.beat(second)
+        made.engine.resumed.clear()
+        made.engine.failures.put_nowait(DIED)
+        await made.until_up()
+        assert spares.holders == [first, spares.name], "as far as the other: they do not swap"
 
 
 async def test_a_spare_that_loads_in_advance_takes_nothing_over_meanwhile(

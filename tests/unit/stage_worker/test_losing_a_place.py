@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from services.errors import StageFailed
 from stage_worker.place import _request_again
+from stage_worker.rank_supervisor import RankSupervisor
 from stage_worker.service import StageWorker
-from stage_worker.service_main import _become_spare
 from stagemesh.v1 import control_pb2, topology_pb2
 
 PLACE = topology_pb2.Placement(pp_rank=1, tp_ranks=[0], layer_start=2, layer_end=4)
 
 
-class BrokenProcess:
-    """A rank process that holds a step, or is in none."""
+class IdleProcess:
+    """A rank process that runs until it is stopped."""
+
+    def __init__(self) -> None:
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        await self._stopped.wait()
+
+    async def stop(self, timeout_seconds: float) -> None:
+        self._stopped.set()
 
     def leave_epoch(self) -> None:
         """It does."""
 
 
-class BrokenRank:
+class BrokenRank(RankSupervisor):
     """A rank whose processes end while they start."""
 
-    process = BrokenProcess()
     asked = 0
 
-    async def reset(self, *, replace: bool = False) -> None:
+    async def reset(self, *, replace: bool) -> None:
         self.asked += 1
         raise StageFailed("the process of TP rank 0 exited with 1 while it started")
 
@@ -34,10 +44,15 @@ class BrokenRank:
 async def test_a_rank_that_is_not_there_yet_does_not_end_the_worker() -> None:
     """Whoever keeps the rank's place filled ends it where that stays so."""
     worker = StageWorker()
-    ranks = [BrokenRank(), BrokenRank()]
-    worker.ranks.extend(ranks)  # type: ignore[arg-type]
-    await _become_spare(worker)
-    assert ranks[0].asked == 1
+    ranks = [BrokenRank(IdleProcess), BrokenRank(IdleProcess)]  # type: ignore[arg-type]
+    worker.ranks.extend(ranks)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(rank.run()) for rank in ranks]
+        await asyncio.sleep(0)
+        await worker.become_spare()
+        assert [rank.asked for rank in ranks] == [1, 1]
+        assert not any(task.done() for task in running)
+        await worker.stop_ranks()
 
 
 @pytest.mark.parametrize(
