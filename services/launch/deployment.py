@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from services.launch.ray_launcher import RayLauncher
 from services.mesh_plan import MeshPlan, check_memory, make_plan
 from services.models.resolve import resolve_model
 from services.rpc.addresses import (
+    MASTER_ADDR_FLAG,
     check_door_address,
-    check_master_address,
     check_mesh_addresses,
     gateway_names,
 )
@@ -99,30 +100,31 @@ def _on_ray(config: ServeConfig, stack: contextlib.ExitStack) -> Deployment:
     cluster = stack.enter_context(connect(config.cpu_devices))
     if config.master_addr == DEFAULT_HOST:
         config = replace(config, master_addr=cluster.address)
-    # Workers may be elsewhere, with certificates of their own.
-    tls = _check_security(config, launch_workers=False)
     config = replace(config, device=cluster.choose_device(config.device))
     plan = make_plan(config, model_path, node, own_devices=False)
     places = cluster.place(plan.shape, plan.device)
-    # Workers listen there; what is said of the head's address has been said.
-    others = dict.fromkeys(p.address for p in places if p.address != config.master_addr)
-    warning = check_mesh_addresses(
-        (("the Ray node's address", address) for address in others),
-        insecure=config.insecure,
-        tls=config.tls_dir is not None,
-    )
-    if warning is not None:
-        log.warning("%s", warning)
+    # Workers listen elsewhere, too, and have certificates of their own there.
+    tls = _check_security(config, [place.address for place in places], launch_workers=False)
     plan = replace(plan, placements=tuple(place.placement for place in places))
     check_memory(plan, HEAD_NODE_RANK, node)
     launcher = RayLauncher(cluster, config, model_path, places)
     return Deployment(config, model_path, plan, launcher, tls)
 
 
-def _check_security(config: ServeConfig, *, launch_workers: bool) -> TlsFiles | None:
+def _check_security(
+    config: ServeConfig, ray_addresses: Iterable[str] = (), *, launch_workers: bool
+) -> TlsFiles | None:
     """Addresses and certificates; what the gateway shows. Raises `ConfigError`."""
     has_tls = config.tls_dir is not None
-    warning = check_master_address(config.master_addr, insecure=config.insecure, tls=has_tls)
+    others = dict.fromkeys(address for address in ray_addresses if address != config.master_addr)
+    warning = check_mesh_addresses(
+        (
+            (MASTER_ADDR_FLAG, config.master_addr),
+            *(("the Ray node's address", address) for address in others),
+        ),
+        insecure=config.insecure,
+        tls=has_tls,
+    )
     doors = check_door_address(
         config.host,
         insecure=config.insecure,
