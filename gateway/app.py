@@ -164,6 +164,7 @@ class Gateway:
             ),
             tls=deployment.tls,
         )
+        replica_sequences = config.max_num_seqs + config.max_queued_requests
         self._mesh = Mesh(
             plan,
             self._control,
@@ -171,6 +172,7 @@ class Gateway:
             MeasuringObserver(self._metrics, trace),
             config.join_timeout_seconds,
             RecoveryLimits(config.max_recovery_attempts, config.recovery_timeout_seconds),
+            replica_sequences,
             config.standby_stages,
         )
         self._control.tell_of(self._mesh, Path(plan.stage_plan.model_path))
@@ -186,7 +188,8 @@ class Gateway:
             max_model_len=plan.max_model_len,
             vocab_size=plan.facts.vocab_size,
             metrics=self._metrics,
-            max_requests=plan.shape.dp_size * (config.max_num_seqs + config.max_queued_requests),
+            max_requests=plan.shape.dp_size * replica_sequences,
+            num_replicas=plan.shape.dp_size,
             seed=config.seed,
             by_priority=SchedulingPolicy(config.scheduling_policy) is SchedulingPolicy.PRIORITY,
         )

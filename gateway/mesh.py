@@ -50,9 +50,11 @@ class Mesh:
         observer: MeshObserver,
         join_timeout_seconds: float,
         recovery: RecoveryLimits,
+        replica_sequences: int,
         standby_stages: tuple[int, ...] = (),
     ) -> None:
-        """`standby_stages` are those whose weights spares hold in advance."""
+        """`replica_sequences` may run and wait in each replica. `standby_stages` are those
+        whose weights spares hold in advance."""
         self._plan = plan
         self._control = control
         self._make_engine = make_engine
@@ -70,7 +72,7 @@ class Mesh:
         self._replicas = [
             self._new_replica(dp_rank, epochs) for dp_rank in range(plan.shape.dp_size)
         ]
-        self._router = ReplicaRouter(plan.shape.dp_size)
+        self._router = ReplicaRouter(plan.shape.dp_size, replica_sequences)
         self._why_not_ready = ""
         self._failed: asyncio.Future[StageFailed] = asyncio.get_running_loop().create_future()
         self.ready_event = asyncio.Event()

@@ -2,7 +2,8 @@
 with affinity for prompts that begin alike.
 
 Pure bookkeeping, one owner. Affinity pays where a replica keeps the KV blocks of
-earlier prompts; it gives way when it would make one replica much busier.
+earlier prompts; it gives way when it would make one replica much busier, or when that one
+has no room.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ AFFINITY_SLACK = 4
 MAX_REMEMBERED_PREFIXES = 4096
 
 
+def most_sequences(num_replicas: int, replica_sequences: int, n: int) -> int:
+    """How many sequences of requests with `n` each all replicas can hold: the sequences of one
+    request are not divided between replicas."""
+    return num_replicas * (replica_sequences // n) * n
+
+
 class ReplicaRouter:
     """Outstanding sequences of each replica, and who has seen which prefix last."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, replica_sequences: int) -> None:
+        """`replica_sequences` may run and wait in each replica at a time."""
+        self._replica_sequences = replica_sequences
         self._outstanding = [0] * num_replicas
         self._seen_by: OrderedDict[tuple[int, ...], int] = OrderedDict()
 
@@ -37,7 +46,8 @@ class ReplicaRouter:
         serving: Collection[int] | None = None,
     ) -> int:
         """Chooses a replica for a request and counts it there, until `give_back`: one of those
-        `serving`, where there are any."""
+        `serving`, where there are any, and one with room, where there is any (the least busy has
+        most)."""
         usable = serving or range(len(self._outstanding))
         least = min(usable, key=self._outstanding.__getitem__)
         chosen = least
@@ -45,7 +55,8 @@ class ReplicaRouter:
             prefix = tuple(prompt_token_ids[:AFFINITY_TOKENS])
             preferred = self._seen_by.pop(prefix, least)
             ahead = self._outstanding[preferred] - self._outstanding[least]
-            if ahead <= AFFINITY_SLACK and preferred in usable:
+            has_room = self._outstanding[preferred] + num_sequences <= self._replica_sequences
+            if ahead <= AFFINITY_SLACK and has_room and preferred in usable:
                 chosen = preferred
             self._seen_by[prefix] = chosen
             if len(self._seen_by) > MAX_REMEMBERED_PREFIXES:

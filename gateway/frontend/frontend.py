@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from gateway.engine.router import most_sequences
 from gateway.engine.types import ChoiceDelta, Engine, GenerationRequest
 from gateway.frontend import limits
 from gateway.frontend.chat_template import ChatTemplate, template_source
@@ -91,12 +92,14 @@ class Frontend:
         vocab_size: int,
         metrics: Metrics,
         max_requests: int,
+        num_replicas: int = 1,
         seed: int | None = None,
         by_priority: bool = False,
     ) -> None:
         """`vocab_size` is the model's (rows of its embedding). `max_requests` is how many may
-        run and wait at a time, over both doors. `seed` makes the seeds that are drawn for
-        requests without one repeatable. `by_priority` says that the engine heeds priorities."""
+        run and wait at a time, over both doors; an equal part of them in each replica. `seed`
+        makes the seeds that are drawn for requests without one repeatable. `by_priority` says
+        that the engine heeds priorities."""
         self.engine = engine
         self.tokenizer = assets.tokenizer
         self.chat_template = assets.chat_template
@@ -106,6 +109,7 @@ class Frontend:
         self.vocab_size = vocab_size
         self.metrics = metrics
         self.max_requests = max_requests
+        self._num_replicas = num_replicas
         self.created = int(time.time())
         """When serving began, seconds since 1970."""
         self._by_priority = by_priority
@@ -259,13 +263,7 @@ class Frontend:
         Never waits, so no other call comes between. Raises `Saturated` above `max_requests`,
         `InvalidRequest` for more than could ever be taken, and what the engine raises.
         """
-        num_sequences = sum(request.n for request in requests)
-        if len(requests) > 1 and num_sequences > self.max_requests:
-            raise InvalidRequest(
-                f"{len(requests)} prompts ask for {num_sequences} choices, and this service runs "
-                f"and queues {self.max_requests} at most: send the prompts in several calls",
-                param="prompt",
-            )
+        self._refuse_surely_too_many(requests)
         admitted: list[Deltas] = []
         try:
             for request in requests:
@@ -276,6 +274,18 @@ class Frontend:
                 await deltas.aclose()
             raise
         return admitted
+
+    def _refuse_surely_too_many(self, requests: Sequence[GenerationRequest]) -> None:
+        n = max(request.n for request in requests)
+        most = most_sequences(self._num_replicas, self.max_requests // self._num_replicas, n)
+        num_sequences = sum(request.n for request in requests)
+        # An n that fits into no replica is the engine's to refuse, which names it.
+        if len(requests) > 1 and num_sequences > most > 0:
+            raise InvalidRequest(
+                f"{len(requests)} prompts ask for {num_sequences} choices, and this service runs "
+                f"and queues {most} at most with n {n}: send the prompts in several calls",
+                param="prompt",
+            )
 
     async def _generate(self, request: GenerationRequest) -> Deltas:
         """The engine's deltas, counted; the first is `ADMITTED`."""

@@ -16,12 +16,12 @@ _RESERVED_FILES = 256
 """Of the process's open files, for everything but this door."""
 
 
-def most_connections() -> int:
+def most_connections(*, with_tls: bool) -> int:
     """Connections that may be open at a time: by our limit and that of the process's files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.MAX_CONNECTIONS
-    reserved = _RESERVED_FILES + limits.MAX_TLS_HANDSHAKES
+    reserved = _RESERVED_FILES + (limits.MAX_TLS_HANDSHAKES if with_tls else 0)
     return max(1, min(limits.MAX_CONNECTIONS, soft - reserved))
 
 
@@ -43,7 +43,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """See asyncio."""
         super().connection_made(transport)
-        if len(self.connections) > most_connections():
+        if len(self.connections) > most_connections(with_tls=self.config.ssl is not None):
             transport.write(_full())
             transport.close()
             return

@@ -224,7 +224,7 @@ async def test_a_long_answer_is_no_slow_head(rest: Rest, monkeypatch: pytest.Mon
 
 
 async def test_too_many_connections_are_429(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "most_connections", lambda: 2)
+    monkeypatch.setattr(protocol, "most_connections", lambda with_tls: 2)
     connections = [await opened(rest) for _ in range(3)]
     answer = await asyncio.wait_for(connections[2][0].read(), 2)
     head, _, body = answer.partition(b"\r\n\r\n")

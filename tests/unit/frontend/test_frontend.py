@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ def make(
     *,
     backend: Backend | None = None,
     vocab_size: int = 10,
+    num_replicas: int = 1,
 ) -> Frontend:
     if backend is None:
         backend = Backend(models.WordLevel(WORDS, unk_token="<unk>"))
@@ -84,6 +86,7 @@ def make(
         vocab_size=vocab_size,
         metrics=Metrics(),
         max_requests=MAX_REQUESTS,
+        num_replicas=num_replicas,
         seed=seed,
     )
 
@@ -207,8 +210,28 @@ async def test_all_requests_of_a_call_are_admitted_or_none() -> None:
         await deltas.aclose()
     assert (engine.open, frontend.num_requests) == (0, 0)
     frontend.max_requests = 2
-    with pytest.raises(InvalidRequest, match=r"3 prompts ask for 3 choices.*2 at most"):
+    with pytest.raises(InvalidRequest, match=r"3 prompts ask for 3 choices.*2 at most with n 1"):
         await frontend.admit([request] * 3)
+    frontend.close()
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "refused"), [(4, 2, False), (5, 2, True), (10, 1, False), (2, 6, False)]
+)
+async def test_choices_of_one_prompt_are_not_divided_between_replicas(
+    num_prompts: int, n: int, refused: bool
+) -> None:
+    """Two replicas take five sequences each. An n that fits into neither is the engine's to
+    refuse."""
+    frontend = make(OneTokenEngine(), num_replicas=2)
+    frontend.max_requests = 10
+    request = replace(await prepare(frontend, TextPrompt("one")), n=n)
+    if refused:
+        with pytest.raises(InvalidRequest, match=r"5 prompts ask for 10 choices.*8 at most"):
+            await frontend.admit([request] * num_prompts)
+    else:
+        for deltas in await frontend.admit([request] * num_prompts):
+            await deltas.aclose()
     frontend.close()
 
 

@@ -57,7 +57,7 @@ def gateway(control: ControlService, max_attempts: int) -> Gateway:
     )
     made = object.__new__(Gateway)
     limits = RecoveryLimits(max_attempts, 10.0)
-    made._mesh = Mesh(plan, control, None, observer, 1.0, limits)  # type: ignore[arg-type]
+    made._mesh = Mesh(plan, control, None, observer, 1.0, limits, 4)  # type: ignore[arg-type]
     made._mesh.ready_event.set()
     made._stopping = False
     return made
