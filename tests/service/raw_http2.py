@@ -8,7 +8,7 @@ import contextlib
 import struct
 from collections.abc import AsyncIterator
 
-_DATA, _HEADERS, RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
+_DATA, HEADERS, RST_STREAM, _SETTINGS = 0, 1, 3, 4
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _INITIAL_WINDOW_SIZE = 4
 
@@ -32,11 +32,11 @@ def _headers(method: str) -> bytes:
     )
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, int]:
-    """Its type and its flags."""
+async def _read_frame(reader: asyncio.StreamReader) -> int:
+    """Its type."""
     head = await reader.readexactly(9)
     await reader.readexactly(int.from_bytes(head[:3], "big"))
-    return head[3], head[4]
+    return head[3]
 
 
 class TakesNothing:
@@ -50,21 +50,17 @@ class TakesNothing:
         """A call with one message, complete."""
         self._stream += 2
         data = struct.pack(">BI", 0, len(message)) + message
-        self._writer.write(_frame(_HEADERS, _END_HEADERS, self._stream, _headers(method)))
+        self._writer.write(_frame(HEADERS, _END_HEADERS, self._stream, _headers(method)))
         self._writer.write(_frame(_DATA, _END_STREAM, self._stream, data))
 
-    def ping(self) -> None:
-        """The server answers when it has read all frames before."""
-        self._writer.write(_frame(_PING, 0, 0, bytes(8)))
-
-    async def frames_until_pong(self) -> list[int]:
-        """Types of all frames until a ping is answered."""
-        kinds = []
-        while True:
-            kind, flags = await _read_frame(self._reader)
-            kinds.append(kind)
-            if kind == _PING and flags == _ACK:
-                return kinds
+    async def ends_of_calls(self, count: int) -> list[int]:
+        """Types of the frames that end so many calls: HEADERS, or RST_STREAM from gRPC itself."""
+        ends: list[int] = []
+        while len(ends) < count:
+            kind = await _read_frame(self._reader)
+            if kind in (HEADERS, RST_STREAM):
+                ends.append(kind)
+        return ends
 
     async def closed(self) -> None:
         """Waits until the server closes the connection."""

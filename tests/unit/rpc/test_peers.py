@@ -91,8 +91,9 @@ def test_a_source_port_may_have_connections_to_other_ports_of_the_process(
     doors: tuple[Door, Door],
 ) -> None:
     for door, spared in (doors, doors[::-1]):
-        client = door.client()
-        twin = spared.client(client.getsockname()[1])
+        # The other one comes first among the open files.
+        twin = spared.client()
+        client = door.client(twin.getsockname()[1])
         assert peer_of(client) == peer_of(twin)
         assert close_connections([peer_of(client)], {door.port})
         assert not is_open(client)
