@@ -199,7 +199,10 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     def _refuse_spare(self) -> None:
         if self.standing.is_spare:
-            raise PipelineUnavailable("this stage worker is a spare and has no place in the mesh")
+            raise PipelineUnavailable(
+                "this stage worker is a spare and has no place in the mesh until a stage is lost; "
+                "call the worker that /v1/mesh names for the stage"
+            )
 
     def _refuse_old(self, epoch: int) -> None:
         if epoch <= self._epoch:
