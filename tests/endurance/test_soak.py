@@ -10,6 +10,8 @@ import pytest
 from tests.soak import Footprint, Report, Sample, soak
 
 SECONDS = 180.0
+STEP_SECONDS = 0.02
+"""Leaves room for the tests beside it."""
 SERVED = ("rest_stream 200", "rest_whole 200", "grpc_stream done")
 CUT_SHORT = ("rest_left 200", "rest_late 504", "grpc_left left", "grpc_late late")
 
@@ -18,7 +20,7 @@ CUT_SHORT = ("rest_left 200", "rest_late 504", "grpc_left left", "grpc_late late
 def test_load_with_cancels_leaves_nothing(tmp_path: Path) -> None:
     """Memory of no process grows by 1 MB per 1,000 requests; tasks, blocks, descriptors, threads
     and series are what they were."""
-    report = soak(tmp_path / "mesh", SECONDS)
+    report = soak(tmp_path / "mesh", SECONDS, step_seconds=STEP_SECONDS)
     assert report.num_requests > 2000, report.outcomes
     for outcome in (*SERVED, *CUT_SHORT, "rest_whole 429", "rest_wrong 404"):
         assert report.outcomes[outcome] > 10, report.outcomes
