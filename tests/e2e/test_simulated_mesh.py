@@ -26,8 +26,6 @@ from tests.simulated_mesh import (
     step_seconds,
 )
 
-pytestmark = pytest.mark.quiet
-
 PP_SIZE = 4
 
 
@@ -101,6 +99,7 @@ def long_steps(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Sequence[St
     return [s for s in steps if s.step_id <= last], [s for s in steps if s.step_id > last]
 
 
+@pytest.mark.quiet
 def test_independent_batches_fill_the_pipeline(
     long_steps: Sequence[Sequence[StageStep]],
 ) -> None:
@@ -111,6 +110,7 @@ def test_independent_batches_fill_the_pipeline(
     assert wall == pytest.approx((16 + PP_SIZE - 1) * 0.05, rel=0.1)
 
 
+@pytest.mark.quiet
 def test_chunks_of_a_prompt_follow_each_other_through_the_stages(
     long_steps: Sequence[Sequence[StageStep]],
 ) -> None:
@@ -146,6 +146,7 @@ def decoding(tmp_path_factory: pytest.TempPathFactory) -> Sequence[StageStep]:
     return [s for s in steps if 3 * PP_SIZE < s.step_id <= last - 3 * PP_SIZE]
 
 
+@pytest.mark.quiet
 def test_running_requests_are_spread_over_the_steps_in_flight(
     decoding: Sequence[StageStep],
 ) -> None:
@@ -159,12 +160,14 @@ def test_running_requests_are_spread_over_the_steps_in_flight(
     assert max(in_flight) <= 16
 
 
+@pytest.mark.quiet
 def test_the_pipeline_stays_full(decoding: Sequence[StageStep]) -> None:
     """A lenient bound, for a machine that others use too; `benchmarks pipeline-fullness` measures
     how full."""
     assert step_seconds(decoding, PP_SIZE) < 0.02 / 0.8
 
 
+@pytest.mark.quiet
 def test_simulated_computing_reads_what_it_costs(decoding: Sequence[StageStep]) -> None:
     """The layers alone within 2 %; the phase has the host's work for a step besides."""
     for stage in range(PP_SIZE):
@@ -174,6 +177,7 @@ def test_simulated_computing_reads_what_it_costs(decoding: Sequence[StageStep]) 
         assert layers <= statistics.median(step.compute for step in steps) < 1.1 * layers
 
 
+@pytest.mark.quiet
 def test_phases_add_up_to_wall_time(decoding: Sequence[StageStep]) -> None:
     """F18: against the stamps of the ends of steps, which are no part of the phases."""
     for stage in range(PP_SIZE):
@@ -182,6 +186,7 @@ def test_phases_add_up_to_wall_time(decoding: Sequence[StageStep]) -> None:
         assert sum(step.phases for step in steps[1:]) == pytest.approx(wall, rel=0.01)
 
 
+@pytest.mark.quiet
 def test_a_slow_first_stage_shows_downstream_as_receiving(tmp_path: Path) -> None:
     """30 ms more on stage 0: the others wait for its activations, not for control."""
     slow = {0: StageCost(0.05)}
