@@ -13,6 +13,7 @@ from benchmarks import (
     long_prompt,
     pipeline_fullness,
     recovery,
+    stage_step,
     start_up,
 )
 
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "async-scheduling": async_scheduling.main,
     "pipeline-fullness": pipeline_fullness.main,
     "cpu-linear": cpu_linear.main,
+    "stage-step": stage_step.main,
     "compare": compare.main,
 }
 
