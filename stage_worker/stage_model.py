@@ -25,6 +25,7 @@ from services.topology.weights import (
 )
 from stage_worker.kv.paged_cache import MAX_BLOCKS, LayerKVCache, kv_block_bytes
 from stage_worker.layers.attention.metadata import AttentionMetadata
+from stage_worker.layers.block import FusedBlocks
 from stage_worker.layers.context import LayerContext
 from stage_worker.layers.norm import Norm
 from stage_worker.layers.rotary import RotaryRows, RotaryTable
@@ -56,6 +57,8 @@ class StageModel:
         self._plan = plan
         self._layers: dict[int, HiddenLayer] = {}
         self._caches: dict[int, LayerKVCache] = {}
+        self._fused: FusedBlocks | None = None
+        """All layers in one call, where the operators can."""
         self._embedding: VocabParallelEmbedding | None = None
         self._final_norm: Norm | None = None
         self._head: VocabParallelHead | None = None
@@ -97,6 +100,8 @@ class StageModel:
         self, hidden_states: Tensor, rotary: RotaryRows, metadata: AttentionMetadata
     ) -> Tensor:
         """[n, hidden] -> [n, hidden] through the stage's layers."""
+        if self._fused is not None:
+            return self._fused(hidden_states, rotary, metadata)
         for index, layer in self._layers.items():
             hidden_states = layer(hidden_states, rotary, self._caches[index], metadata)
         return hidden_states
@@ -132,17 +137,20 @@ class StageModel:
                 self.device,
             )
         self._allocate_cache(old)
+        self._fused = self._fuse()
         return self._report()
 
     def _wanted_layers(self) -> range:
         return range(self._plan.placement.layer_start, self._plan.placement.layer_end)
 
     def _drop_all(self) -> None:
+        self._fused = None
         self._layers.clear()
         self._caches.clear()
         self._embedding = self._final_norm = self._head = self._rotary = None
 
     def _drop_unwanted(self) -> None:
+        self._fused = None  # It holds on to layers and caches.
         wanted = self._wanted_layers()
         for layer in [layer for layer in self._layers if layer not in wanted]:
             del self._layers[layer]
@@ -206,6 +214,14 @@ class StageModel:
             if layer not in self._caches:
                 keys, values = (self._platform.zeros(shape, self.dtype, self.device) for _ in "kv")
                 self._caches[layer] = LayerKVCache(keys, values)
+
+    def _fuse(self) -> FusedBlocks | None:
+        blocks = [layer.block for layer in self._layers.values()]
+        made = [block for block in blocks if block is not None]
+        if not self._caches or len(made) < len(blocks):
+            return None
+        caches = [self._caches[layer] for layer in self._layers]
+        return self._context.operators.fuse(made, caches)
 
     @property
     def _num_kv_heads(self) -> int:

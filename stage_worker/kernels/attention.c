@@ -1,4 +1,5 @@
 /* Float32 attention over the paged cache, where it lies. */
+#include "kernels.h"
 #include "vector.h"
 
 /* ---- attention of decode rows over the paged cache ------------------------------------------ */

@@ -22,8 +22,10 @@ from pathlib import Path
 from services.models.cache import stagemesh_home
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("linear.c", "compact.c", "layers.c", "attention.c"))
-_HEADERS = (_HERE / "vector.h", _HERE / "weights.h")
+SOURCES = tuple(
+    _HERE / name for name in ("linear.c", "compact.c", "layers.c", "attention.c", "blocks.c")
+)
+_HEADERS = tuple(_HERE / name for name in ("vector.h", "weights.h", "kernels.h"))
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_SECONDS = 60.0
 _BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")

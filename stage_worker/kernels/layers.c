@@ -1,4 +1,5 @@
 /* Float32 kernels for what stands between the matrix products of a layer. */
+#include "kernels.h"
 #include "vector.h"
 
 /* ---- elementwise -------------------------------------------------------------------------- */

@@ -26,6 +26,8 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _SIZE, _POINTER, *[_SIZE] * 4, _POINTER, _POINTER, _SIZE),
         *(_POINTER, _SIZE, _POINTER, ctypes.c_float, _POINTER, ctypes.c_int),
     ],
+    "stagemesh_room_for_a_row": [_POINTER],
+    "stagemesh_blocks": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 3, ctypes.c_int],
 }
 
 
@@ -40,6 +42,8 @@ class Library:
             function.argtypes, function.restype = arguments, None
         library.stagemesh_prompt_attention.restype = ctypes.c_int
         library.stagemesh_find_codes.restype = ctypes.c_int
+        library.stagemesh_room_for_a_row.restype = _SIZE
+        library.stagemesh_blocks.restype = ctypes.c_int
         library.stagemesh_panel_bytes.argtypes = [ctypes.c_int, _SIZE]
         for name in ("panel", "panel_bytes", "code_block", "lanes", "max_group", "max_dim"):
             getattr(library, f"stagemesh_{name}").restype = _SIZE
@@ -54,6 +58,10 @@ class Library:
         self.decode_attention = library.stagemesh_decode_attention
         self.prompt_attention = library.stagemesh_prompt_attention
         """Returns 0, or -1 where there is no memory for its tiles."""
+        self.room_for_a_row = library.stagemesh_room_for_a_row
+        """Floats between the kernels of a block."""
+        self.blocks = library.stagemesh_blocks
+        """Returns 0, or -1 where there is no memory for the attention of a prompt."""
         self.panel: int = library.stagemesh_panel()
         """Output features that lie together in a packed weight."""
         self.code_block: int = library.stagemesh_code_block()

@@ -98,24 +98,24 @@ def _in_panels(weight: Tensor, panel: int) -> Tensor:
 class NativeLinear:
     """See `layers.linear.Linear`. float32 on the CPU only."""
 
-    __slots__ = ("_bias", "_function", "_num_threads", "_packed", "_pointers")
+    __slots__ = ("_function", "_num_threads", "_pointers", "bias", "packed")
 
     def __init__(
         self, library: Library, packed: PackedWeight, bias: Tensor | None, num_threads: int
     ) -> None:
         self._function = library.linear
         self._num_threads = num_threads
-        self._packed = packed
-        self._bias = None if bias is None else bias.contiguous()
+        self.packed = packed
+        self.bias = None if bias is None else bias.contiguous()
         self._pointers = (
             packed.panels.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] -> [n, out]."""
         x = x.contiguous()
-        rows, packed = x.shape[0], self._packed
+        rows, packed = x.shape[0], self.packed
         y = x.new_empty((rows, packed.num_outputs))
         panels, bias = self._pointers
         self._function(
@@ -127,13 +127,13 @@ class NativeLinear:
     @property
     def form(self) -> WeightForm:
         """How the weight is kept."""
-        return self._packed.form
+        return self.packed.form
 
     @property
     def num_bytes(self) -> int:
         """As plain weights, which is what a plan counts; short ones take less."""
-        weight_bytes = 4 * self._packed.num_outputs * self._packed.num_inputs
-        return weight_bytes + (0 if self._bias is None else self._bias.nbytes)
+        weight_bytes = 4 * self.packed.num_outputs * self.packed.num_inputs
+        return weight_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     @property
     def keeps_weight(self) -> bool:

@@ -9,15 +9,18 @@ end inside a block and behind the first span of positions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stage_worker.kernels.build import KernelsUnavailable
 from stage_worker.kv.paged_cache import LayerKVCache
-from stage_worker.layers.attention.metadata import RowSpan, build_metadata
+from stage_worker.layers.attention.metadata import AttentionMetadata, RowSpan, build_metadata
+from stage_worker.layers.block import PreNormBlock
+from stage_worker.layers.linear import Linear
 from stage_worker.layers.operators import Operators
-from stage_worker.layers.rotary import RotaryTable
+from stage_worker.layers.rotary import RotaryRows, RotaryTable
 
 TOLERANCE = 1e-4
 """Absolute and relative; inputs are about 1. Rounding gives 1e-6, a wrong term far more."""
@@ -33,6 +36,8 @@ _BLOCK_SIZE = 16
 _ROWS = (RowSpan(0, 2, 1), RowSpan(1, 69, 1), RowSpan(2, 0, 9), RowSpan(3, 61, 8))
 _NUM_DECODES = 2
 _BLOCKS_PER_ROW = 5
+_HIDDEN = 48
+_MLP_WIDTH = 72
 
 
 def check_kernels(kernels: Operators, reference: Operators) -> None:
@@ -42,6 +47,7 @@ def check_kernels(kernels: Operators, reference: Operators) -> None:
         *_matrix_products(kernels, reference, draw),
         *_elementwise(kernels, reference, draw),
         *_attention(kernels, reference, draw),
+        *_blocks(kernels, reference, draw),
     )
     for name, given, expected in checks:
         if not torch.allclose(given, expected, atol=TOLERANCE, rtol=TOLERANCE):
@@ -90,24 +96,80 @@ def _elementwise(
     yield "SiLU", given, expected
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Decodes and prompts, and random blocks that hold what came before."""
+
+    metadata: AttentionMetadata
+    rotary: RotaryRows
+    past: Tensor
+
+    @classmethod
+    def draw(cls, draw: torch.Generator) -> _Step:
+        num_slots, cpu = len(_ROWS), torch.device("cpu")
+        tables = torch.randperm(num_slots * _BLOCKS_PER_ROW, generator=draw).view(num_slots, -1)
+        positions = torch.cat([torch.arange(row.position, row.length) for row in _ROWS])
+        metadata = build_metadata(_ROWS, positions.numpy(), tables.int().numpy(), _BLOCK_SIZE, cpu)
+        longest = max(row.length for row in _ROWS)
+        rotary = RotaryTable(_DIM, 100.0, None, longest, torch.float32, cpu).rows(positions)
+        past = torch.randn((2, tables.numel(), _BLOCK_SIZE, _KV_HEADS, _DIM), generator=draw)
+        return cls(metadata, rotary, past)
+
+
 def _attention(kernels: Operators, reference: Operators, draw: torch.Generator) -> Iterator[Check]:
-    """Steps of decodes and prompts."""
-    num_slots, cpu = len(_ROWS), torch.device("cpu")
-    tables = torch.randperm(num_slots * _BLOCKS_PER_ROW, generator=draw).view(num_slots, -1)
-    positions = torch.cat([torch.arange(row.position, row.length) for row in _ROWS])
-    metadata = build_metadata(_ROWS, positions.numpy(), tables.int().numpy(), _BLOCK_SIZE, cpu)
-    longest = max(row.length for row in _ROWS)
-    rotary = RotaryTable(_DIM, 100.0, None, longest, torch.float32, cpu).rows(positions)
-    past = torch.randn((2, tables.numel(), _BLOCK_SIZE, _KV_HEADS, _DIM), generator=draw)
+    step = _Step.draw(draw)
+    num_tokens = step.metadata.num_tokens
     for group in _GROUPS:
-        qkv = torch.randn(len(positions), (group + 2) * _KV_HEADS, _DIM, generator=draw)
+        qkv = torch.randn(num_tokens, (group + 2) * _KV_HEADS, _DIM, generator=draw)
         results = []
         for one in (kernels, reference):
-            cache = LayerKVCache(*past.clone())
+            cache = LayerKVCache(*step.past.clone())
             attend = one.attention(group * _KV_HEADS, _KV_HEADS, _DIM, torch.float32)
-            results.append((attend(qkv.clone(), rotary, cache, metadata), cache))
+            results.append((attend(qkv.clone(), step.rotary, cache, step.metadata), cache))
         (given, ours), (expected, torchs) = results
         yield "rotation, keys in the cache", ours.keys, torchs.keys
         yield "values in the cache", ours.values, torchs.values
         yield "decode attention", given[:_NUM_DECODES], expected[:_NUM_DECODES]
         yield "prompt attention", given[_NUM_DECODES:], expected[_NUM_DECODES:]
+
+
+def _blocks(kernels: Operators, reference: Operators, draw: torch.Generator) -> Iterator[Check]:
+    """Two in one call, where the kernels can; torch's one by one."""
+    step = _Step.draw(draw)
+    x = torch.randn(step.metadata.num_tokens, _HIDDEN, generator=draw)
+    seed = int(torch.randint(1 << 30, (), generator=draw))
+    ours, theirs = (
+        _two_blocks(one, torch.Generator().manual_seed(seed)) for one in (kernels, reference)
+    )
+    caches = [LayerKVCache(*step.past.clone()) for _ in ours]
+    fused = kernels.fuse(ours, caches)
+    if fused is None:
+        return
+    expected = x
+    for block in theirs:
+        cache = LayerKVCache(*step.past.clone())
+        expected = block(expected, step.rotary, cache, step.metadata)
+    yield "blocks in one call", fused(x, step.rotary, step.metadata), expected
+
+
+def _two_blocks(operators: Operators, draw: torch.Generator) -> list[PreNormBlock]:
+    heads = 2 * _KV_HEADS
+
+    def linear(num_outputs: int, num_inputs: int, *, bias: bool) -> Linear:
+        weight = torch.randn(num_outputs, num_inputs, generator=draw) * num_inputs**-0.5
+        return operators.linear(weight, torch.randn(num_outputs, generator=draw) if bias else None)
+
+    return [
+        PreNormBlock(
+            input_norm=operators.rms_norm(torch.rand(_HIDDEN, generator=draw), 1e-5),
+            qkv=linear((heads + 2 * _KV_HEADS) * _DIM, _HIDDEN, bias=bias),
+            attend=operators.attention(heads, _KV_HEADS, _DIM, torch.float32),
+            head_dim=_DIM,
+            output=linear(_HIDDEN, heads * _DIM, bias=bias),
+            mlp_norm=operators.rms_norm(torch.rand(_HIDDEN, generator=draw), 1e-3),
+            gate_up=linear(2 * _MLP_WIDTH, _HIDDEN, bias=bias),
+            silu_mul=operators.silu_mul,
+            down=linear(_HIDDEN, _MLP_WIDTH, bias=bias),
+        )
+        for bias in (False, True)
+    ]

@@ -6,14 +6,17 @@ for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.backend import AttentionBackend
 from stage_worker.layers.attention.torch_native import TorchNativeAttention
+from stage_worker.layers.block import FusedBlocks, PreNormBlock
 from stage_worker.layers.linear import Linear, make_linear
 from stage_worker.layers.norm import Norm, RMSNorm
 
@@ -37,6 +40,13 @@ class Operators(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[n, 2 * width], gate and up, -> silu(gate) * up [n, width]."""
+        ...
+
+    def fuse(
+        self, blocks: Sequence[PreNormBlock], caches: Sequence[LayerKVCache]
+    ) -> FusedBlocks | None:
+        """These blocks, made of these operators, one after the other in one call; None where they
+        must be called one by one. Both ways give the same, bit by bit."""
         ...
 
 
@@ -65,3 +75,9 @@ class TorchOperators:
         """See `Operators.silu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def fuse(
+        self, blocks: Sequence[PreNormBlock], caches: Sequence[LayerKVCache]
+    ) -> FusedBlocks | None:
+        """See `Operators.fuse`."""
+        return None

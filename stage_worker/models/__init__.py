@@ -16,6 +16,7 @@ from services.topology.facts import ModelFacts
 from services.topology.weights import WeightSpec
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import AttentionMetadata
+from stage_worker.layers.block import PreNormBlock
 from stage_worker.layers.context import LayerContext
 from stage_worker.layers.rotary import RotaryRows
 from stage_worker.models.llama import LlamaLayer
@@ -24,6 +25,11 @@ from stage_worker.weights import WeightReader
 
 class HiddenLayer(Protocol):
     """One hidden layer on one rank."""
+
+    @property
+    def block(self) -> PreNormBlock | None:
+        """All that the layer is, where it is such a block."""
+        ...
 
     def __call__(
         self,

@@ -14,9 +14,13 @@ from services.topology.facts import ModelFacts
 from services.topology.weights import WeightSpec, kv_heads_per_rank, layer_weights
 from stage_worker.kv.paged_cache import LayerKVCache
 from stage_worker.layers.attention.metadata import AttentionMetadata
+from stage_worker.layers.block import PreNormBlock, Projection
 from stage_worker.layers.context import LayerContext
 from stage_worker.layers.rotary import RotaryRows
 from stage_worker.weights import WeightReader
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 class LayerTensors:
@@ -39,87 +43,52 @@ class LayerTensors:
         return _stack(found) if found else None
 
 
-class LlamaAttention:
-    """Query, key and value in one column-parallel product, output row-parallel."""
-
-    def __init__(self, tensors: LayerTensors, facts: ModelFacts, context: LayerContext) -> None:
-        group = context.tensor_parallel
-        self._head_dim = facts.head_dim
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._qkv = context.operators.linear(tensors.weight(*names), tensors.bias(*names))
-        self._output = RowParallelLinear(tensors, "self_attn.o_proj", context)
-        self._attend = context.operators.attention(
-            facts.num_attention_heads // group.size,
-            kv_heads_per_rank(facts, group.size),
-            facts.head_dim,
-            context.dtype,
-        )
-
-    def __call__(
-        self, x: Tensor, rotary: RotaryRows, cache: LayerKVCache, metadata: AttentionMetadata
-    ) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
-        qkv = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        return self._output(self._attend(qkv, rotary, cache, metadata))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._qkv.num_bytes + self._output.num_bytes
-
-
-class LlamaMLP:
-    """Gate and up in one column-parallel product, down row-parallel."""
-
-    def __init__(self, tensors: LayerTensors, context: LayerContext) -> None:
-        names = ("mlp.gate_proj", "mlp.up_proj")
-        self._gate_up = context.operators.linear(tensors.weight(*names), tensors.bias(*names))
-        self._silu_mul = context.operators.silu_mul
-        self._down = RowParallelLinear(tensors, "mlp.down_proj", context)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]."""
-        return self._down(self._silu_mul(self._gate_up(x)))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._gate_up.num_bytes + self._down.num_bytes
-
-
 class RowParallelLinear:
-    """Input features cut over the ranks, partial sums added up, bias once after."""
+    """Input features cut over several ranks, partial sums added up, bias once after."""
+
+    __slots__ = ("_bias", "_group", "_linear")
 
     def __init__(self, tensors: LayerTensors, name: str, context: LayerContext) -> None:
         self._group = context.tensor_parallel
-        bias = tensors.bias(name)
-        # With one rank the product adds the bias itself.
-        self._late_bias = bias if self._group.size > 1 else None
-        self._linear = context.operators.linear(
-            tensors.weight(name), bias if self._group.size == 1 else None
-        )
+        self._bias = tensors.bias(name)
+        self._linear = context.operators.linear(tensors.weight(name), None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in / tp_size] -> [n, out]."""
         y = self._group.all_reduce(self._linear(x))
-        return y if self._late_bias is None else y.add_(self._late_bias)
+        return y if self._bias is None else y.add_(self._bias)
 
     @property
     def num_bytes(self) -> int:
-        late = 0 if self._late_bias is None else self._late_bias.nbytes
-        return self._linear.num_bytes + late
+        return self._linear.num_bytes + (0 if self._bias is None else self._bias.nbytes)
 
 
 class LlamaLayer:
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block: QKV, and gate with up, are column-parallel products, the
+    other two row-parallel."""
+
+    __slots__ = ("block",)
 
     def __init__(
         self, facts: ModelFacts, layer: int, context: LayerContext, reader: WeightReader
     ) -> None:
         tensors = LayerTensors(facts, layer, reader)
-        norm = context.operators.rms_norm
-        self._input_norm = norm(tensors.weight("input_layernorm"), facts.rms_norm_eps)
-        self._attention = LlamaAttention(tensors, facts, context)
-        self._mlp_norm = norm(tensors.weight("post_attention_layernorm"), facts.rms_norm_eps)
-        self._mlp = LlamaMLP(tensors, context)
+        operators, group_size = context.operators, context.tensor_parallel.size
+        heads = facts.num_attention_heads // group_size
+        kv_heads = kv_heads_per_rank(facts, group_size)
+        self.block = PreNormBlock(
+            input_norm=operators.rms_norm(tensors.weight("input_layernorm"), facts.rms_norm_eps),
+            qkv=operators.linear(tensors.weight(*_QKV), tensors.bias(*_QKV)),
+            attend=operators.attention(heads, kv_heads, facts.head_dim, context.dtype),
+            head_dim=facts.head_dim,
+            output=_row_parallel(tensors, "self_attn.o_proj", context),
+            mlp_norm=operators.rms_norm(
+                tensors.weight("post_attention_layernorm"), facts.rms_norm_eps
+            ),
+            gate_up=operators.linear(tensors.weight(*_GATE_UP), tensors.bias(*_GATE_UP)),
+            silu_mul=operators.silu_mul,
+            down=_row_parallel(tensors, "mlp.down_proj", context),
+        )
 
     def __call__(
         self,
@@ -129,19 +98,22 @@ class LlamaLayer:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """[n, hidden] -> [n, hidden], residual added."""
-        x = self._attention(self._input_norm(hidden_states), rotary, cache, metadata)
-        hidden_states = x.add_(hidden_states)
-        return self._mlp(self._mlp_norm(hidden_states)).add_(hidden_states)
+        return self.block(hidden_states, rotary, cache, metadata)
 
     @property
     def num_bytes(self) -> int:
-        parts = (self._input_norm, self._attention, self._mlp_norm, self._mlp)
-        return sum(part.num_bytes for part in parts)
+        return self.block.num_bytes
 
     @staticmethod
     def weight_specs(facts: ModelFacts, layer: int) -> tuple[WeightSpec, ...]:
         """What making this layer reads."""
         return layer_weights(facts, layer)
+
+
+def _row_parallel(tensors: LayerTensors, name: str, context: LayerContext) -> Projection:
+    if context.tensor_parallel.size > 1:
+        return RowParallelLinear(tensors, name, context)
+    return context.operators.linear(tensors.weight(name), tensors.bias(name))
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ from stage_worker.platforms.cpu import CpuPlatform
 CPU = torch.device("cpu")
 TORCH = TorchOperators()
 PRODUCT = "matrix product"
+BLOCKS = "blocks in one call"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -283,6 +284,8 @@ class TestLibrary:
             ("layers.c", "slots[row] * kv, x,", "slots[row] * kv, x - kv,", "values in the cache"),
             ("attention.c", "case 3: mix_3(", "case 3: mix_2(", "decode attention"),
             ("attention.c", "/ s->group + 1 - start", "/ s->group + 2 - start", "prompt attention"),
+            ("blocks.c", "add(hidden, b, numbers)", "add(hidden, a, numbers)", BLOCKS),
+            ("blocks.c", "&one->mlp_norm", "&one->input_norm", BLOCKS),
         ],
     )
     def test_wrong_kernels_are_not_served(
