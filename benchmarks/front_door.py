@@ -89,7 +89,7 @@ def _real_engine(assets: ModelAssets) -> MeshEngine:
         block_size=16,
         max_num_seqs=STREAMS,
         max_num_batched_tokens=512,
-        max_steps_in_flight=1,
+        num_stages=1,
     )
     return MeshEngine(
         InstantStages(STEP_SECONDS), assets.tokenizer.backend, EngineConfig(limits, MAX_REQUESTS)

@@ -74,7 +74,7 @@ def _running(num_rows: int) -> Scheduler:
             block_size=16,
             max_num_seqs=num_rows,
             max_num_batched_tokens=max(512, num_rows),
-            max_steps_in_flight=1,
+            num_stages=1,
         ),
         epoch=1,
     )

@@ -82,6 +82,8 @@ class ServeConfig:
     async_scheduling: bool | None = None
     """Sends a sequence's next step while its token is still being sampled. None: where the
     device is not the CPU, whose cores the gateway needs itself."""
+    pp_async_batch_depth: int = 0
+    """Batches in flight beyond one for each stage."""
     enable_prefix_caching: bool = True
     """Keeps the KV blocks of what was computed, for prompts that begin alike."""
     block_size: int = 16

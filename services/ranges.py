@@ -20,6 +20,10 @@ MAX_BYTES = 2**63 - 1
 MAX_SEED = 2**64 - 1
 """Seeds are 64 bits, unsigned (proto/stagemesh/v1/step.proto)."""
 
+MAX_BATCH_DEPTH = 16
+"""Of batches beyond one for each stage. One or two hide what is to be hidden; with more, requests
+only wait longer."""
+
 
 def as_float32(value: float) -> float:
     """The number that 32 bits keep of it, as stages get it: 0.0 or infinite where it is too

@@ -8,20 +8,23 @@ so nothing listens and nobody else can speak on it.
 from __future__ import annotations
 
 import asyncio
-import socket
 import struct
+from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
 
-from stagemesh.v1 import rank_pb2
+from stagemesh.v1 import rank_pb2, stage_worker_pb2
 
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A step of 8,192 tokens with a full history takes well under 1 MB; more is a bug, not work."""
 
 
-_STEP_TAG = (rank_pb2.RankCommand.STEP_FIELD_NUMBER << 3) | 2
-"""Of a field that is a message."""
+_MESSAGE = 2
+"""Wire type of a field that is a message."""
+_STEP_TAG = (rank_pb2.RankCommand.STEP_FIELD_NUMBER << 3) | _MESSAGE
+_FURTHER_STEP_TAG = (stage_worker_pb2.ExecuteRequest.FURTHER_STEPS_FIELD_NUMBER << 3) | _MESSAGE
+_STEP_KEY = bytes([_STEP_TAG])
 _MAX_VARINT_BYTES = 5
 """Lengths are below 2**35."""
 
@@ -43,41 +46,48 @@ def _checked_length(header: bytes) -> int:
     return int(length)
 
 
-def step_frame(request: bytes) -> bytes:
-    """The frame of a step, from a serialized `ExecuteRequest`.
+def step_frames(request: bytes) -> bytes:
+    """The frames of the steps in a serialized `ExecuteRequest`, ready to be written in one piece.
 
-    `RankCommand.step` has the number of `ExecuteRequest.step`, so the bytes are those of
-    the command and nobody parses them on the way. Raises `FrameError` unless they are
-    that one field and nothing else: no other command can come in by this door.
+    `RankCommand.step` has the number of `ExecuteRequest.step`, so the bytes of each step are
+    those of a command, and nobody parses them on the way. Raises `FrameError` unless they are one
+    step, any further ones, and nothing else: no other command can come in by this door.
     """
+    frames: list[bytes] = []
+    start, tag = 0, _STEP_TAG
+    while start < len(request) or not frames:
+        end = _field_end(request, start, tag)
+        frames += (_LENGTH.pack(end - start), _STEP_KEY, request[start + 1 : end])
+        start, tag = end, _FURTHER_STEP_TAG
+    return b"".join(frames)
+
+
+def _field_end(request: bytes, start: int, tag: int) -> int:
+    """Where a field with this tag ends that is a message. Raises `FrameError` where none begins."""
     size = shift = 0
-    for index, byte in enumerate(request[1 : 1 + _MAX_VARINT_BYTES], start=2):
+    for index in range(start + 1, min(len(request), start + 1 + _MAX_VARINT_BYTES)):
+        byte = request[index]
         size |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
-            if request[0] != _STEP_TAG or index + size != len(request):
+            end = index + 1 + size
+            if request[start] != tag or end > len(request):
                 break
-            return _LENGTH.pack(len(request)) + request
-    raise FrameError(f"a request of {len(request)} bytes is not one step")
+            return end
+    raise FrameError(f"a request of {len(request)} bytes is not steps alone, at byte {start}")
 
 
-def read_frame(sock: socket.socket) -> bytes | None:
+def read_frame(stream: BinaryIO) -> bytes | None:
     """Blocks for the body of the next frame; None when the other side has closed its end.
 
     Raises `FrameError`, and `ConnectionError` where that end is broken.
     """
-    header = _read_exactly(sock, _LENGTH.size)
-    return None if header is None else _read_exactly(sock, _checked_length(header))
-
-
-def _read_exactly(sock: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    length = _checked_length(header)
+    body = stream.read(length)
+    return body if len(body) == length else None
 
 
 async def read_event(reader: asyncio.StreamReader) -> rank_pb2.RankEvent | None:

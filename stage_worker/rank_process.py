@@ -377,15 +377,15 @@ class RankProcess:
         self.send(ipc.encode(command))
         return call
 
-    def send(self, frame: bytes) -> None:
-        """Queues one frame for the rank; what waits there is bounded by the steps in flight."""
+    def send(self, frames: bytes) -> None:
+        """Queues frames for the rank; what waits there is bounded by the steps in flight."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame)
+            self._writer.write(frames)
 
-    async def send_step(self, frame: bytes) -> None:
-        """Queues a step, and waits while the rank does not take what was queued before it, so
+    async def send_steps(self, frames: bytes) -> None:
+        """Queues steps, and waits while the rank does not take what was queued before them, so
         that a gateway that sends more than it reads is held back and not stored."""
-        self.send(frame)
+        self.send(frames)
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):  # Its end is told by its reader.
                 await self._writer.drain()

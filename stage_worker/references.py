@@ -17,7 +17,7 @@ from torch import Tensor
 from stage_worker.pending_receive import NOTHING, PendingReceive
 from stagemesh.v1 import step_pb2
 
-KEPT_STEPS = 64
+KEPT_STEPS = 128
 """How far back a reference may reach. A gateway refers to steps in flight, which are far fewer."""
 
 

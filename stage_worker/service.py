@@ -1,7 +1,7 @@
 """The stage worker's gRPC service: one stage on one node.
 
 It supervises rank processes and never computes, so it can always answer. Steps
-go to every rank as the bytes of one frame; the first rank's results go back.
+go to every rank as bytes that are not parsed here; the first rank's results go back.
 The first error of any rank ends the stream at once, with its cause.
 """
 
@@ -304,11 +304,11 @@ class StageWorker(stage_worker_pb2_grpc.StageWorkerServiceServicer):
             if self._answers is not answers:
                 return  # Steps of an epoch that is over.
             try:
-                frame = ipc.step_frame(request)
+                frames = ipc.step_frames(request)
             except ipc.FrameError as error:
                 raise InvalidRequest(f"Execute: {error}", param="step") from None
             for rank in ranks:
-                await rank.send_step(frame)
+                await rank.send_steps(frames)
 
     async def Status(
         self,

@@ -27,8 +27,10 @@ class SchedulerLimits:
     """Sequences with a slot, over all steps in flight."""
     max_num_batched_tokens: int
     """Query tokens in one step."""
-    max_steps_in_flight: int
-    """Usually the number of stages: fewer leave stages idle, more make batches small."""
+    num_stages: int
+    """Pipeline-parallel size: as many batches at least travel at a time, or stages are idle."""
+    async_batch_depth: int = 0
+    """Batches beyond that, which wait in front of stages: all of them are smaller for it."""
     min_prompt_chunk_tokens: int = MIN_PROMPT_CHUNK_TOKENS
     """Prompts are not cut finer than this to fill idle stages."""
     async_scheduling: bool = True
@@ -37,6 +39,11 @@ class SchedulerLimits:
     """Keeps the blocks of what was computed, for prompts that begin alike."""
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     """Order of admission and preemption."""
+
+    @property
+    def num_batches(self) -> int:
+        """Steps of a round: as many batches of decodes travel through the stages at a time."""
+        return self.num_stages + self.async_batch_depth
 
 
 class ScheduledRow(NamedTuple):

@@ -6,8 +6,9 @@
 * Decodes first, then prompt chunks in order of service, under a token budget
   (`step_budget`: how much of each). The order of service is that of arrival, or
   of priority (`waiting_queue`).
-* As many steps as there are stages travel through them at a time. The chunks of
-  a prompt follow each other without waiting for a result.
+* As many steps as there are stages travel through them at a time, and with
+  `async_batch_depth` so many more. The chunks of a prompt follow each other
+  without waiting for a result.
 * With `async_scheduling` there is one step more: a sequence's next decode is sent
   while its token is still being sampled, as a reference that the first stage
   replaces with what the last one hands it. So no stage waits for the way over the
@@ -221,12 +222,12 @@ class Scheduler:
         return len(self._running) - len(self._prefilling)
 
     def _most_in_flight(self) -> int:
-        # With one step more than there are stages, the first stage has its next one before the
+        # With one step more than there are batches, the first stage has its next one before the
         # gateway has heard of the last. Chunks of prompts lose nothing by queueing up; decodes do,
         # unless they are sent ahead: a batch more would make all of them smaller.
         if self._num_decoding() == 0 or self.limits.async_scheduling:
-            return self.limits.max_steps_in_flight + 1
-        return self.limits.max_steps_in_flight
+            return self.limits.num_batches + 1
+        return self.limits.num_batches
 
     def _prompt_quota(self, draft: StepDraft) -> int:
         """Prompt tokens that may go into the step, one at least if there is budget."""
@@ -252,19 +253,19 @@ class Scheduler:
             whole += uncached
             pending += uncached
         useful = useful_chunk(self._costs, limits.min_prompt_chunk_tokens)
-        return min(budget, lone_prompt_chunk(whole, pending, limits.max_steps_in_flight, useful))
+        return min(budget, lone_prompt_chunk(whole, pending, limits.num_stages, useful))
 
     # Filling a step.
 
     def _add_decodes(self, draft: StepDraft) -> None:
-        latest = draft.step_id - self._num_batches()
+        latest = draft.step_id - self._steps_of_a_round()
         ready = [sequence for sequence in self._ready if _can_decode(sequence, latest)]
         if not ready:
             return
-        depth = self.limits.max_steps_in_flight
-        free_batches = max(1, depth - len(self._in_flight))
+        num_batches = self.limits.num_batches
+        free_batches = max(1, num_batches - len(self._in_flight))
         quota = min(
-            decode_quota(len(ready), self._num_decoding(), free_batches, depth),
+            decode_quota(len(ready), self._num_decoding(), free_batches, num_batches),
             self.limits.max_num_batched_tokens,
         )
         for sequence in ready:
@@ -276,11 +277,11 @@ class Scheduler:
                 del self._ready[sequence]
                 self._add_row(draft, sequence, 1)
 
-    def _num_batches(self) -> int:
-        """Steps of a round: after so many, a decode does not keep others waiting that could run."""
+    def _steps_of_a_round(self) -> int:
+        """After so many, a decode does not keep others waiting that could run."""
         if self._prefilling or self._waiting:
-            return self.limits.max_steps_in_flight
-        return min(self.limits.max_steps_in_flight, self._num_decoding())
+            return self.limits.num_batches
+        return min(self.limits.num_batches, self._num_decoding())
 
     def _add_prompt_chunks(self, draft: StepDraft) -> None:
         if not self._prefilling and not self._waiting:

@@ -1,7 +1,8 @@
 """The engine's pipeline: one step stream to every stage worker.
 
-A step is serialized once and goes to all stages at once. The last stage's
-results come back in step order; every stage's clock goes to the metrics. The
+A step is serialized once. It goes to all stages at once, or to later ones with the next steps
+(`held_steps`). The last stage's results come back in step order; every stage's clock goes to the
+metrics. The
 first failure ends it, with its cause: an echo of it on a neighbour ("connection
 closed by peer") waits a moment for the better explanation.
 """
@@ -17,6 +18,7 @@ import grpc
 
 from gateway.observer import StageObserver, StepObserver
 from gateway.pipeline.bring_up import Stage
+from gateway.pipeline.held_steps import HeldSteps
 from gateway.pipeline.stuck_step import StepTimes
 from services.control.progress import (
     ProgressTable,
@@ -30,7 +32,7 @@ from stagemesh.v1 import stage_worker_pb2, step_pb2
 FIRST_CAUSE_WAIT_SECONDS = 1.0
 """How long an echo waits for the failure that caused it. Part of the 3 s in which
 clients learn of a failure."""
-MAX_UNSENT_STEPS = 64
+MAX_UNSENT_STEPS = 128
 WATCH_INTERVAL_SECONDS = 0.5
 OWN_STALL_SECONDS = 0.5
 """A later look says that the event loop did not run: answers are yet to be read."""
@@ -38,6 +40,8 @@ MAX_UNREAD_RESULTS = 1024
 """The scheduler's depth bounds both far below this."""
 
 SECONDS_PER_NS = 1e-9
+_FURTHER_STEP_KEY = bytes([stage_worker_pb2.ExecuteRequest.FURTHER_STEPS_FIELD_NUMBER << 3 | 2])
+"""Key of the field, which is a message; `ExecuteRequest.step` has one of a byte as well."""
 STEP_STUCK = "STEP_STUCK"
 WORKER_LOST = "WORKER_LOST"
 OTHER = "OTHER"
@@ -79,10 +83,12 @@ class MeshPipeline:
         """From when on they have held it, by `loop.time()`."""
         self._num_tokens: dict[int, int] = {}
         """Query tokens of the last steps."""
-        self._last_pp_rank = max(stage.placement.pp_rank for stage in self._stages)
-        self._progress = ProgressTable(
-            self._stages[0].placement.dp_rank, {stage.placement.pp_rank for stage in self._stages}
-        )
+        pp_ranks = {stage.placement.pp_rank for stage in self._stages}
+        self._last_pp_rank = max(pp_ranks)
+        self._held = HeldSteps(pp_ranks)
+        self._serialized: dict[int, bytes] = {}
+        """Steps that not every stage was given."""
+        self._progress = ProgressTable(self._stages[0].placement.dp_rank, pp_ranks)
         self._step_times = {stage.placement.pp_rank: StepTimes() for stage in self._stages}
 
     @property
@@ -96,26 +102,46 @@ class MeshPipeline:
         return self._epoch
 
     def send(self, step: step_pb2.Step) -> None:
-        """Hands a step to every stage. Raises `StageFailed` on a broken pipeline."""
+        """Hands a step to every stage, now or when it needs it. Raises `StageFailed` on a broken
+        pipeline."""
         if self._failure is not None:
             raise self._failure
-        data = stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
-        for queue in self._unsent:
-            queue.put_nowait(data)
+        step_id = step.step_id
+        num_tokens = sum(len(row.token_ids) for row in step.rows)
+        self._serialized[step_id] = stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
+        self._held.add(step_id, is_alike=num_tokens == len(step.rows))
+        self._release()
         now = asyncio.get_running_loop().time()
         self._sent_at.append(now)
-        self._progress.given(step.step_id, now)
-        self._num_tokens[step.step_id] = sum(len(row.token_ids) for row in step.rows)
+        self._progress.given(step_id, now)
+        self._num_tokens[step_id] = num_tokens
         # Stages are never further apart than this.
-        self._num_tokens.pop(step.step_id - MAX_UNREAD_RESULTS, None)
+        self._num_tokens.pop(step_id - MAX_UNREAD_RESULTS, None)
         self._sent.set()
 
     async def next_result(self) -> step_pb2.StepResult:
         """The last stage's next result. Raises `StageFailed` with the first cause."""
+        # What the last result has made due, where no step has followed from it.
+        self._release()
         result = await self._results.get()
         if isinstance(result, StageFailed):
             raise result
+        self._held.done(result.step_id)
         return result
+
+    def _release(self) -> None:
+        """Gives every stage the steps that are due there, as one message."""
+        requests: dict[range, bytes] = {}
+        due = {pp_rank: self._held.release(pp_rank) for pp_rank in range(self.num_stages)}
+        given_to_all = self._held.given_to_all
+        for stage, queue in zip(self._stages, self._unsent, strict=True):
+            if not (steps := due[stage.placement.pp_rank]):
+                continue
+            if steps not in requests:
+                requests[steps] = _together([self._serialized[step_id] for step_id in steps])
+            queue.put_nowait(requests[steps])
+        while self._serialized and (oldest := next(iter(self._serialized))) <= given_to_all:
+            del self._serialized[oldest]
 
     async def run(self) -> None:
         """Runs the streams until cancelled. Failures go to `next_result`, not out of here."""
@@ -195,6 +221,7 @@ class MeshPipeline:
     def _refuse_out_of_turn(self, pp_rank: int, result: step_pb2.StepResult) -> None:
         """Raises `StageFailed` for an answer to other steps than those that are due."""
         due = self._progress.open_steps(pp_rank)
+        due = range(due.start, min(due.stop, self._held.given(pp_rank) + 1))
         first = result.step_id - len(result.earlier_clocks)
         # What the last stage has sampled comes step by step.
         together = pp_rank < self._last_pp_rank or first == result.step_id
@@ -230,6 +257,13 @@ def results_of(result: step_pb2.StepResult) -> list[step_pb2.StepResult]:
         for step_id, clock in enumerate(result.earlier_clocks, start=first)
     ]
     return [*earlier, result]
+
+
+def _together(requests: Sequence[bytes]) -> bytes:
+    """One `ExecuteRequest` of several with a step each, all serialized: so a step is serialized
+    once, whatever others it goes with."""
+    first, *further = requests
+    return b"".join((first, *(_FURTHER_STEP_KEY + request[1:] for request in further)))
 
 
 async def _drain(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:

@@ -222,6 +222,11 @@ SERVE_GROUPS = (
                 arity=Arity.SWITCH,
             ),
             Flag(
+                ("--pp-async-batch-depth",),
+                values.batch_depth,
+                "batches in flight beyond one for each stage (docs/pipeline-parallelism.md)",
+            ),
+            Flag(
                 ("--enable-prefix-caching",),
                 values.switch,
                 "keep what was computed for prompts that begin alike (default: on)",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-from services.ranges import MAX_BYTES, MAX_COUNT, MAX_PORT, MAX_SEED, MAX_TOKENS
+from services.ranges import MAX_BATCH_DEPTH, MAX_BYTES, MAX_COUNT, MAX_PORT, MAX_SEED, MAX_TOKENS
 
 Raw = str | int | float | bool | Sequence[str | int | float] | Mapping[str, object]
 """A string from the command line, or what YAML has: a scalar, a list, and for options that
@@ -89,6 +89,11 @@ def positive_integer(raw: Raw) -> int:
 def natural_integer(raw: Raw) -> int:
     """A count of at least 0."""
     return _in_range(raw, 0, MAX_COUNT)
+
+
+def batch_depth(raw: Raw) -> int:
+    """Batches that wait in front of stages; each makes all of them smaller."""
+    return _in_range(raw, 0, MAX_BATCH_DEPTH)
 
 
 def _in_range(raw: Raw, least: int, most: int) -> int:

@@ -174,10 +174,12 @@ class LoadResponse(_message.Message):
     def __init__(self, progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., report: _Optional[_Union[RankReport, _Mapping]] = ...) -> None: ...
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "further_steps")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_STEPS_FIELD_NUMBER: _ClassVar[int]
     step: _step_pb2.Step
-    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ...) -> None: ...
+    further_steps: _containers.RepeatedCompositeFieldContainer[_step_pb2.Step]
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., further_steps: _Optional[_Iterable[_Union[_step_pb2.Step, _Mapping]]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("result", "error")

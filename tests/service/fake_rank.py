@@ -33,6 +33,7 @@ class Rank:
     def __init__(self, mode: set[str], sock: socket.socket) -> None:
         self._mode = mode
         self._sock = sock
+        self._stream = sock.makefile("rb")
         self._lock = threading.Lock()
         self._phase = stage_worker_pb2.RANK_PHASE_CONTROL_WAIT
         if "step-compute" in mode:
@@ -48,7 +49,7 @@ class Rank:
             time.sleep(HEARTBEAT_SECONDS)
 
     def run(self) -> None:
-        while (data := ipc.read_frame(self._sock)) is not None:
+        while (data := ipc.read_frame(self._stream)) is not None:
             command = rank_pb2.RankCommand.FromString(data)
             match command.WhichOneof("command"):
                 case "form_group":

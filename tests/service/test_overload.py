@@ -83,7 +83,7 @@ async def service(
         block_size=BLOCK_SIZE,
         max_num_seqs=slots,
         max_num_batched_tokens=64,
-        max_steps_in_flight=1,
+        num_stages=1,
     )
     metrics = Metrics()
     engine = MeshEngine(stages, assets.tokenizer.backend, EngineConfig(limits, PLACES), metrics)

@@ -397,11 +397,11 @@ STOP = rank_pb2.RankCommand(stop=rank_pb2.RankStop()).SerializeToString()
     [b"", STOP, step(1) + STOP, b"\xff\xff\xff"],
     ids=["nothing", "a stop", "a step and a stop", "noise"],
 )
-async def test_what_is_not_one_step_never_reaches_a_rank(request_bytes: bytes) -> None:
+async def test_what_is_no_step_never_reaches_a_rank(request_bytes: bytes) -> None:
     async with stage() as running:
         error = await refused(await running.execute(request_bytes))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "is not one step" in str(error.details())
+        assert "is not steps alone" in str(error.details())
         call = await running.execute(step(1))
         assert await results(call, 1) == [1]
         call.cancel()

@@ -117,6 +117,7 @@ class SimulatedMesh:
         num_stages: int,
         stage_seconds: float | Callable[[step_pb2.Step], float] = 1.0,
         round_trip_seconds: float = 0.0,
+        hop_seconds: float = 0.0,
         epoch: int = 1,
     ) -> None:
         self.num_stages = num_stages
@@ -124,6 +125,8 @@ class SimulatedMesh:
         self.stage_seconds = stage_seconds
         self.round_trip_seconds = round_trip_seconds
         """From the end of a step to the entry of one that follows from its result."""
+        self.hop_seconds = hop_seconds
+        """From a stage to the next, and from the last one's token to the first."""
         self._sampled: dict[tuple[int, int], tuple[_Slot, int, int]] = {}
         """(step id, row) -> slot, position and token that it samples; of steps that return them."""
         self._finish_times: dict[int, float] = {}
@@ -190,6 +193,7 @@ class SimulatedMesh:
             self.entries[step.step_id, stage] = time
             time += seconds
             self._stage_free[stage] = time
+            time += self.hop_seconds
         self.busy_seconds += seconds
         self._finish_times[step.step_id] = time
         self._flights.append(_Flight(step, time, seconds, reads))

@@ -21,14 +21,21 @@ ROUND_TRIP = 0.4
 
 
 def simulation(
-    num_stages: int, *, ahead: bool = True, num_blocks: int = 1024, block_size: int = 16
+    num_stages: int,
+    *,
+    ahead: bool = True,
+    extra: int = 0,
+    hop_seconds: float = 0.0,
+    num_blocks: int = 1024,
+    block_size: int = 16,
 ) -> Simulation:
     limits = SchedulerLimits(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=64,
         max_num_batched_tokens=512,
-        max_steps_in_flight=num_stages,
+        num_stages=num_stages,
+        async_batch_depth=extra,
         async_scheduling=ahead,
     )
     mesh = SimulatedMesh(
@@ -38,6 +45,7 @@ def simulation(
         max_num_batched_tokens=512,
         num_stages=num_stages,
         round_trip_seconds=ROUND_TRIP,
+        hop_seconds=hop_seconds,
     )
     return Simulation(Scheduler(limits, epoch=1), mesh)
 
@@ -71,9 +79,37 @@ def test_stages_do_not_wait_for_the_gateway(num_stages: int) -> None:
     assert sim.now < without.now
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_a_batch_beyond_the_stages_hides_the_way_between_them(num_stages: int, ahead: bool) -> None:
+    """As many batches as stages are never where they are needed while they are on their way."""
+    busy = []
+    for extra in (0, 1):
+        sim = simulation(num_stages, ahead=ahead, extra=extra, hop_seconds=0.5 / num_stages)
+        sequences = add(sim, 4 * (num_stages + extra))
+        sim.run()
+        for sequence in sequences:
+            assert_right(sequence)
+        busy.append(sim.mesh.busy_seconds / sim.now)
+    without, with_it = busy
+    assert with_it >= 0.95 and with_it > 1.04 * without, busy
+
+
+def test_more_batches_only_let_requests_wait_longer() -> None:
+    """Each token takes as many steps as there are batches in flight."""
+    times = {}
+    for extra in (0, 4):
+        sim = simulation(4, extra=extra)
+        add(sim, 16)
+        sim.run()
+        times[extra] = sim.now
+    assert times[4] == pytest.approx(2 * times[0], rel=0.05)
+
+
+@pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_one_request_alone_does_not_wait_for_the_gateway(num_stages: int) -> None:
-    sim = simulation(num_stages)
+def test_one_request_alone_does_not_wait_for_the_gateway(num_stages: int, extra: int) -> None:
+    sim = simulation(num_stages, extra=extra)
     (sequence,) = add(sim, 1, max_tokens=40)
     sim.run()
     assert_right(sequence)

@@ -105,7 +105,7 @@ class Rig:
             block_size=BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=32,
-            max_steps_in_flight=self.pipeline.num_stages,
+            num_stages=self.pipeline.num_stages,
         )
         self.engine = MeshEngine(
             self.pipeline, TOKENIZER, EngineConfig(limits, max_waiting), self.recorder

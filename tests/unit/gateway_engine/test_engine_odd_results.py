@@ -28,7 +28,7 @@ LIMITS = SchedulerLimits(
     block_size=4,
     max_num_seqs=4,
     max_num_batched_tokens=32,
-    max_steps_in_flight=2,
+    num_stages=2,
 )
 
 

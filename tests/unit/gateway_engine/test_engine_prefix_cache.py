@@ -36,7 +36,7 @@ def simulation(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=512,
-        max_steps_in_flight=num_stages,
+        num_stages=num_stages,
         enable_prefix_caching=caching,
     )
     mesh = SimulatedMesh(

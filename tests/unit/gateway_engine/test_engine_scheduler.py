@@ -32,7 +32,7 @@ def simulation(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_steps_in_flight=num_stages,
+        num_stages=num_stages,
         min_prompt_chunk_tokens=min_prompt_chunk_tokens,
         async_scheduling=async_scheduling,
     )

@@ -36,7 +36,9 @@ class Setting:
     """One mesh and its limits."""
 
     num_stages: int
-    depth: int
+    num_stages_known: int
+    """To the scheduler: it has to be right with any."""
+    async_batch_depth: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -50,7 +52,8 @@ class Setting:
 SETTINGS = st.builds(
     Setting,
     num_stages=st.integers(1, 4),
-    depth=st.integers(1, 5),
+    num_stages_known=st.integers(1, 5),
+    async_batch_depth=st.integers(0, 3),
     num_blocks=st.integers(12, 40),
     block_size=st.sampled_from([1, 2, 3, 4]),
     max_num_seqs=st.integers(1, 9),
@@ -81,7 +84,8 @@ def build(setting: Setting) -> Simulation:
         block_size=setting.block_size,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.max_num_batched_tokens,
-        max_steps_in_flight=setting.depth,
+        num_stages=setting.num_stages_known,
+        async_batch_depth=setting.async_batch_depth,
         min_prompt_chunk_tokens=setting.min_prompt_chunk_tokens,
         enable_prefix_caching=setting.enable_prefix_caching,
         async_scheduling=setting.async_scheduling,
@@ -179,8 +183,8 @@ def test_answers_survive_constant_preemption(
     policy: SchedulingPolicy,
     visits: list[Visit],
 ) -> None:
-    depth = num_stages + extra_depth
-    setting = Setting(num_stages, depth, num_blocks, 1, 8, budget, 2, policy=policy)
+    sizes = (num_blocks, 1, 8, budget, 2)
+    setting = Setting(num_stages, num_stages, extra_depth, *sizes, policy=policy)
     sim = build(setting)
     sequences, actions = traffic(sim, setting, visits)
     sim.run(actions)
@@ -248,7 +252,7 @@ def test_an_abort_storm_leaves_the_survivors_blocks_alone(
     block_size: int, leaves: list[float]
 ) -> None:
     """F16: four stages, few blocks, three of four clients leave while their steps are in flight."""
-    setting = Setting(4, 4, 96 // block_size, block_size, 16, 32, 4)
+    setting = Setting(4, 4, 0, 96 // block_size, block_size, 16, 32, 4)
     visits = [
         Visit(
             arrives=float(index // 4),

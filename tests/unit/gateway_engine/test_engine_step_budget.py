@@ -111,7 +111,7 @@ def simulation(num_stages: int, fixed: float, per_token: float) -> Simulation:
         return fixed + per_token * sum(len(row.token_ids) for row in step.rows)
 
     sizes = {"num_blocks": 1024, "block_size": 16, "max_num_seqs": 64}
-    limits = SchedulerLimits(**sizes, max_num_batched_tokens=512, max_steps_in_flight=num_stages)
+    limits = SchedulerLimits(**sizes, max_num_batched_tokens=512, num_stages=num_stages)
     mesh = SimulatedMesh(
         **sizes, max_num_batched_tokens=512, num_stages=num_stages, stage_seconds=seconds
     )

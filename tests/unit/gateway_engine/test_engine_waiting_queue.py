@@ -70,7 +70,7 @@ def simulation(num_blocks: int = 64, max_num_seqs: int = 4) -> Simulation:
         block_size=4,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
-        max_steps_in_flight=2,
+        num_stages=2,
         policy=SchedulingPolicy.PRIORITY,
     )
     mesh = SimulatedMesh(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 import pytest
 
@@ -11,20 +12,34 @@ from stage_worker import ipc
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2
 
 
-def request_of(num_tokens: int) -> bytes:
+def step_of(num_tokens: int, step_id: int = 2) -> step_pb2.Step:
     row = step_pb2.StepRow(token_ids=[7] * num_tokens)
-    step = step_pb2.Step(epoch=1, step_id=2, rows=[row])
-    return stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
+    return step_pb2.Step(epoch=1, step_id=step_id, rows=[row])
+
+
+def request_of(num_tokens: int) -> bytes:
+    return stage_worker_pb2.ExecuteRequest(step=step_of(num_tokens)).SerializeToString()
+
+
+FURTHER = stage_worker_pb2.ExecuteRequest(further_steps=[step_of(1)]).SerializeToString()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 100, 20_000, 3_000_000])
 def test_the_bytes_of_a_request_are_those_of_the_command(num_tokens: int) -> None:
     request = request_of(num_tokens)
-    frame = ipc.step_frame(request)
+    frame = ipc.step_frames(request)
     command = rank_pb2.RankCommand.FromString(frame[4:])
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert command.step == stage_worker_pb2.ExecuteRequest.FromString(request).step
     assert frame == ipc.encode(command)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (0, 20_000, 3), (5,) * 9])
+def test_each_step_of_a_request_is_a_command(sizes: tuple[int, ...]) -> None:
+    steps = [step_of(size, step_id) for step_id, size in enumerate(sizes, 1)]
+    request = stage_worker_pb2.ExecuteRequest(step=steps[0], further_steps=steps[1:])
+    frames = ipc.step_frames(request.SerializeToString())
+    assert frames == b"".join(ipc.encode(rank_pb2.RankCommand(step=step)) for step in steps)
 
 
 STOP = rank_pb2.RankCommand(stop=rank_pb2.RankStop()).SerializeToString()
@@ -34,7 +49,13 @@ NO_STEPS = {
     "another command": STOP,
     "another command behind the step": request_of(1) + STOP,
     "another command before the step": STOP + request_of(1),
-    "two steps": request_of(1) * 2,
+    "two steps in the place of one": request_of(1) * 2,
+    "a further step before any": FURTHER,
+    "a further step before the first": FURTHER + request_of(1),
+    "another command between two steps": request_of(1) + STOP + FURTHER,
+    "another command behind a further step": request_of(1) + FURTHER + STOP,
+    "a further step cut short": (request_of(1) + FURTHER)[:-1],
+    "a tag behind the step": request_of(1) + FURTHER[:1],
     "cut short": request_of(100)[:-1],
     "a length without end": b"\x0a" + b"\x80" * 20,
     "a length above the request's": b"\x0a\xff\xff\xff\xff\x7f",
@@ -43,18 +64,27 @@ NO_STEPS = {
 
 @pytest.mark.parametrize("request_bytes", NO_STEPS.values(), ids=NO_STEPS)
 def test_no_other_command_passes_as_a_step(request_bytes: bytes) -> None:
-    with pytest.raises(ipc.FrameError, match="is not one step"):
-        ipc.step_frame(request_bytes)
+    with pytest.raises(ipc.FrameError, match="is not steps alone"):
+        ipc.step_frames(request_bytes)
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, ours.makefile("rb") as stream:
         theirs.sendall((ipc.MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         with pytest.raises(ipc.FrameError, match="over the limit"):
-            ipc.read_frame(ours)
+            ipc.read_frame(stream)
         theirs.close()
-        assert ipc.read_frame(ours) is None
+        assert ipc.read_frame(stream) is None
+
+
+@pytest.mark.parametrize("kept", [0, 2, 4, 9])
+def test_a_frame_that_is_cut_short_is_the_end(kept: int) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as stream:
+        theirs.sendall((struct.pack(">I", 6) + b"abcdef")[:kept])
+        theirs.close()
+        assert ipc.read_frame(stream) is None
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError])

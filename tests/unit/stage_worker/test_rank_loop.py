@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -51,12 +52,13 @@ class Worker:
 
     def __init__(self, sock: socket.socket, loop: RankLoop) -> None:
         self.sock, self.loop = sock, loop
+        self.stream = sock.makefile("rb")
 
     def send(self, command: rank_pb2.RankCommand) -> None:
         self.sock.sendall(ipc.encode(command))
 
     def event(self) -> rank_pb2.RankEvent:
-        data = ipc.read_frame(self.sock)
+        data = ipc.read_frame(self.stream)
         assert data is not None
         return rank_pb2.RankEvent.FromString(data)
 
@@ -74,6 +76,7 @@ def reading(worker: Worker) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=worker.loop.read_commands)
     thread.start()
     yield thread
+    worker.stream.close()
     worker.sock.close()
     thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive()
@@ -99,7 +102,7 @@ def test_what_ends_the_reader_is_told_to_the_worker() -> None:
 
 
 def test_a_reset_ends_the_reader_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reset(sock: socket.socket) -> bytes:
+    def reset(stream: BinaryIO) -> bytes:
         raise ConnectionResetError
 
     monkeypatch.setattr(ipc, "read_frame", reset)
