@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from enum import Enum
+from enum import IntEnum
 
 from stagemesh.v1 import step_pb2
 
 
-class Phase(Enum):
-    """What a rank does."""
+class Phase(IntEnum):
+    """What a rank does. Numbers, because a step enters four of them: a plain enumeration's members
+    are hashed in Python."""
 
-    CONTROL_WAIT = "control_wait"
+    CONTROL_WAIT = 0
     """Waits for a command."""
-    RECEIVE = "receive"
+    RECEIVE = 1
     """Waits for the activations of the stage before."""
-    COMPUTE = "compute"
+    COMPUTE = 2
     """Everything else: indices, layers, head, sampling, writing the result of a step."""
-    SEND = "send"
+    SEND = 3
     """Hands activations on, and waits for older sends."""
 
 
@@ -32,7 +33,7 @@ class StageTimer:
 
     def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._now_ns = now_ns
-        self._total_ns = dict.fromkeys(Phase, 0)
+        self._total_ns = [0] * len(Phase)
         # One value, so that another thread never sees the one without the other.
         self._present = (Phase.CONTROL_WAIT, now_ns())
 
@@ -51,7 +52,7 @@ class StageTimer:
 
     def restart(self) -> None:
         """Forgets what was timed: it belonged to no step."""
-        self._total_ns = dict.fromkeys(Phase, 0)
+        self._total_ns = [0] * len(Phase)
         self._present = (self._present[0], self._now_ns())
 
     def finish_step(self, compute_start_ns: int, compute_end_ns: int) -> step_pb2.StageClock:
@@ -67,5 +68,5 @@ class StageTimer:
             compute_end_ns=compute_end_ns,
             end_ns=end_ns,
         )
-        self._total_ns = dict.fromkeys(Phase, 0)
+        self._total_ns = [0] * len(Phase)
         return clock

@@ -45,8 +45,6 @@ _T = TypeVar("_T")
 
 MAX_QUEUED_COMMANDS = 256
 """The scheduler keeps far fewer steps in flight; a full queue makes the reader wait."""
-READ_BUFFER_BYTES = 64 * 1024
-"""Steps that come together are read together."""
 MAX_WAITING_RESULTS = 7
 """Results that wait for the next one: eight steps in one message. Writing one, passing it on and
 reading it took about 0.5 ms of CPU in three processes, on every stage."""
@@ -125,7 +123,7 @@ class RankLoop:
         ends this is told to the worker, and the caller ends the process.
         """
         try:
-            with self._sock.makefile("rb", READ_BUFFER_BYTES) as stream:
+            with self._sock.makefile("rb") as stream:
                 while (data := ipc.read_frame(stream)) is not None:
                     self._take(data)
         except ConnectionError:

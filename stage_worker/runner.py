@@ -89,6 +89,7 @@ class StageRunner:
         facts = read_model_facts(Path(plan.model_path))
         self._model = platform.model(facts, plan, device_index, tensor_parallel)
         self._slots = self._new_slots()
+        self._boundary_in = self._new_boundary_in()
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -98,7 +99,7 @@ class StageRunner:
     @property
     def boundary_in(self) -> topology_pb2.BoundarySchema:
         """What must be received for every step; empty on the first stage."""
-        return topology_pb2.BoundarySchema() if self._model.is_first else self._boundary()
+        return self._boundary_in
 
     @property
     def boundary_out(self) -> topology_pb2.BoundarySchema:
@@ -121,6 +122,7 @@ class StageRunner:
         report = self._model.apply_plan(plan, on_progress)
         self._plan = plan
         self._slots = self._new_slots()
+        self._boundary_in = self._new_boundary_in()
         report.tp_rank = self._tp_rank
         report.boundary.CopyFrom(self.boundary_out)
         return report
@@ -268,6 +270,9 @@ class StageRunner:
         keeps_sampling = self._model.is_last and self._tp_rank == 0
         return SlotTable(limits, keeps_sampling=keeps_sampling, device=self._model.device)
 
+    def _new_boundary_in(self) -> topology_pb2.BoundarySchema:
+        return topology_pb2.BoundarySchema() if self._model.is_first else self._boundary()
+
     def _boundary(self) -> topology_pb2.BoundarySchema:
         return topology_pb2.BoundarySchema(
             tensors=[
@@ -283,7 +288,9 @@ class StageRunner:
 
 def _positions(spans: Sequence[RowSpan]) -> np.ndarray:
     """Position of every query token, [num_tokens] int64, in row order."""
-    counts = np.fromiter((span.num_tokens for span in spans), np.int64, len(spans))
-    firsts = np.fromiter((span.position for span in spans), np.int64, len(spans))
+    counts = np.array([span.num_tokens for span in spans], np.int64)
+    firsts = np.array([span.position for span in spans], np.int64)
+    if counts.max() == 1:
+        return firsts
     starts = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(firsts - starts, counts)

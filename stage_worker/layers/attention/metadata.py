@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +35,13 @@ class DecodeGroup:
     )
 
     def __init__(
-        self, token_indices: Tensor, block_ids: Tensor, lengths: Tensor, *, is_whole_step: bool
+        self,
+        token_indices: Tensor,
+        block_ids: Tensor,
+        lengths: Tensor,
+        max_length: int,
+        *,
+        is_whole_step: bool,
     ) -> None:
         """`block_ids` is [rows, blocks] int64, rows padded with a block of their own."""
         self.token_indices = token_indices
@@ -44,7 +51,7 @@ class DecodeGroup:
         self.block_ids = block_ids.reshape(-1)
         """[rows * num_blocks] int64."""
         self.num_rows, self.num_blocks = block_ids.shape
-        self.max_length = int(lengths.max())
+        self.max_length = max_length
         self.is_whole_step = is_whole_step
         """Whether there is nothing else in the step."""
         self._mask: Tensor | None = None
@@ -103,8 +110,7 @@ class AttentionMetadata:
     prompt_chunks: tuple[PromptChunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """One row of a step, as the slot table reports it."""
 
     slot: int
@@ -128,14 +134,13 @@ def build_metadata(
 
     `positions` [num_tokens] int64 in row order, `block_tables` [slots, blocks] int32.
     """
-    counts = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
-    slots = np.fromiter((row.slot for row in rows), np.int64, len(rows))
+    counts = np.array([row.num_tokens for row in rows], np.int64)
+    slots = np.array([row.slot for row in rows], np.int64)
     starts = np.cumsum(counts) - counts
-    token_slots = np.repeat(slots, counts)
-    mapping = (
-        block_tables[token_slots, positions // block_size].astype(np.int64) * block_size
-        + positions % block_size
-    )
+    blocks, offsets = np.divmod(positions, block_size)
+    mapping = block_tables[np.repeat(slots, counts), blocks].astype(np.int64)
+    mapping *= block_size
+    mapping += offsets
     decode_rows = [i for i, row in enumerate(rows) if row.num_tokens == 1]
     groups = tuple(
         _decode_group(
@@ -173,16 +178,19 @@ def _decode_group(
     block_size: int,
     device: torch.device,
 ) -> DecodeGroup:
-    lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
-    num_blocks = -(-int(lengths.max()) // block_size)
+    lengths = np.array([row.length for row in rows], np.int64)
+    max_length = int(lengths.max())
+    num_blocks = -(-max_length // block_size)
     tables = block_tables[[row.slot for row in rows], :num_blocks].astype(np.int64)
     used = -(-lengths // block_size)
-    # Padding reads the row's own first block: never another sequence's data.
-    tables = np.where(np.arange(num_blocks) < used[:, None], tables, tables[:, :1])
+    if used.min() < num_blocks:
+        # Padding reads the row's own first block: never another sequence's data.
+        tables = np.where(np.arange(num_blocks) < used[:, None], tables, tables[:, :1])
     return DecodeGroup(
         torch.from_numpy(token_indices).to(device),
         torch.from_numpy(tables).to(device),
         torch.from_numpy(lengths).to(device),
+        max_length,
         is_whole_step=len(rows) == num_step_tokens,
     )
 
