@@ -38,6 +38,16 @@ COMPUTE_GRACE_SECONDS = 20.0
 """For one that computes: it takes the command after its step, and keeps its weights."""
 READ_LIMIT_BYTES = ipc.MAX_FRAME_BYTES + 4
 RANK_COMMAND = (sys.executable, "-m", "stage_worker.rank_main")
+RANK_ENVIRONMENT = {
+    # Torch's C++ side warns about host names that nobody needs here.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # On a CPU weights and cache are read from pages of 2 MB where the kernel gives them on request:
+    # with pages of 4 kB a step of a few rows waits for their addresses (docs/decisions/019). What
+    # steps allocate comes from memory that is kept, where glibc would map and clear it each time.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:"
+    "glibc.malloc.trim_threshold=268435456",
+}
+"""Unless the worker's own says otherwise."""
 
 _ENDS_AN_EPOCH = ("leave_group", "form_group")
 _STARTS_ANEW = frozenset(("STEP_FAILED", "RANK_FAILED"))
@@ -145,8 +155,7 @@ class RankProcess:
                 *arguments.to_argv(),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                # Torch's C++ side warns about host names that nobody needs here.
-                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **child_environment()},
+                env={**RANK_ENVIRONMENT, **child_environment()},
             )
             if self.is_ending:  # Given up while it was being started: `run` kills it.
                 return None

@@ -2,7 +2,7 @@
 about its features. What differs must not be served.
 
 Takes some 10 ms. Shapes are chosen so that each of a kernel's ways is gone: every number of rows
-that a panel takes at a time, every number of heads that share a KV head at a time, sequences that
+that share a weight, every number of heads that share a KV head at a time, sequences that
 end inside a block and behind the first span of positions.
 """
 
@@ -24,8 +24,8 @@ from stage_worker.layers.rotary import RotaryRows, RotaryTable
 
 TOLERANCE = 1e-4
 """Absolute and relative; inputs are about 1. Rounding gives 1e-6, a wrong term far more."""
-_MOST_ROWS = 9
-"""One more than a panel takes at a time, at most."""
+_MOST_ROWS = 25
+"""One more than share a weight, at most."""
 _MANY_ROWS = 70
 """So many that a short weight is made float32 for all of them at once."""
 _GROUPS = (1, 2, 3, 4, 7)

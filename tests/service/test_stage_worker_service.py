@@ -351,6 +351,24 @@ async def test_a_rank_that_dies_gives_its_signal_as_the_reason() -> None:
         assert (await late.read()).error == error
 
 
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.tcache_count=7"])
+async def test_a_rank_keeps_memory_in_large_pages_unless_told_otherwise(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if own is None:
+        monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    else:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    async with stage() as running:
+        environment = environment_of(await running.pid())
+    (tunables,) = (line for line in environment if line.startswith(b"GLIBC_TUNABLES="))
+    assert tunables.startswith(f"GLIBC_TUNABLES={own or 'glibc.malloc.hugetlb=1'}".encode())
+
+
 async def test_what_is_no_event_is_the_ranks_failure() -> None:
     async with stage("load-garbage") as running:
         with pytest.raises(grpc.aio.AioRpcError, match="sent what is no event"):

@@ -270,7 +270,10 @@ class TestLibrary:
     @pytest.mark.parametrize(
         ("source", "right", "wrong", "what"),
         [
-            ("vector.h", "case M: panel_##M(", "case M: panel_1(", f"{PRODUCT}, 2 rows"),
+            ("linear.c", "floats_##M(x, in,", "floats_1(x, in,", f"{PRODUCT}, 2 rows"),
+            ("linear.c", "[(k + i) * rows + m] = x", "[(k + i) * rows] = x", f"{PRODUCT}, 2 rows"),
+            ("linear.c", "codes_##M(x, in,", "codes_1(x, in,", f"{PRODUCT} with codes, 2 rows"),
+            ("vector.h", "case M: panel_##M(", "case M: panel_1(", "prompt attention"),
             (
                 "weights.h",
                 "(codes), scale, minus)",

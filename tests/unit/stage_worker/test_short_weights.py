@@ -33,7 +33,7 @@ BLOCK_FORMATS = (
     Quantization.Q5_1,
     Quantization.Q8_0,
 )
-ROWS = (1, 3, 8, 9, 36, 49, 130)
+ROWS = (1, 3, 8, 9, 24, 25, 36, 49, 130)
 """Some for every way: one pass over a panel, several, and a panel that is made float32 once."""
 
 
