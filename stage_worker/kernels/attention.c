@@ -33,20 +33,42 @@ static inline int64_t span_end(const sequence *s, int64_t start) {
     return s->length - start < SPAN ? s->length - start : SPAN;
 }
 
-/* One query head q [dim] against LANES keys [dim] -> LANES products. Where `soon` is given, as much
- * of it is fetched. */
-static inline vec products(const float *q, const float *const *keys, const float *const *soon,
-                           int64_t offset, int64_t dim) {
-    vec d[LANES] = {0};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        vec x = *(const vec *)(q + i);
-        for (int l = 0; l < LANES; l++)
-            d[l] += x * *(const vec *)(keys[l] + offset + i);
-        if (soon != NULL && i % LINE == 0)
-            for (int l = 0; l < LANES; l++)
-                __builtin_prefetch(soon[l] + offset + i, 0, 2);
+/* H query heads q [H][dim] of one KV head against LANES keys [dim] -> LANES products of each, SPAN
+ * apart. As much of `soon` is fetched. */
+#define DEFINE_PRODUCTS(H)                                                                        \
+    static void products_##H(const float *q, const float *const *keys, const float *const *soon,  \
+                             int64_t offset, int64_t dim, float scale, float *scores) {           \
+        vec d[H][LANES] = {0};                                                                    \
+        for (int64_t i = 0; i < dim; i += LANES) {                                                \
+            UNROLL for (int l = 0; l < LANES; l++) {                                              \
+                vec key = *(const vec *)(keys[l] + offset + i);                                   \
+                UNROLL for (int h = 0; h < H; h++)                                                \
+                    d[h][l] += *(const vec *)(q + h * dim + i) * key;                             \
+            }                                                                                     \
+            if (soon != NULL && i % LINE == 0)                                                    \
+                for (int l = 0; l < LANES; l++)                                                   \
+                    __builtin_prefetch(soon[l] + offset + i, 0, 2);                               \
+        }                                                                                         \
+        UNROLL for (int h = 0; h < H; h++) *(vec *)(scores + h * SPAN) = sums(d[h]) * scale;      \
     }
-    return sums(d);
+DEFINE_PRODUCTS(1)
+#ifdef __AVX512VL__ /* 32 registers */
+#define MOST_PRODUCTS 3
+DEFINE_PRODUCTS(2)
+DEFINE_PRODUCTS(3)
+#else
+#define MOST_PRODUCTS 1
+#endif
+
+static void products(int heads, const float *q, const float *const *keys, const float *const *soon,
+                     int64_t offset, int64_t dim, float scale, float *scores) {
+    switch (heads) {
+#if MOST_PRODUCTS > 1
+    case 3: products_3(q, keys, soon, offset, dim, scale, scores); break;
+    case 2: products_2(q, keys, soon, offset, dim, scale, scores); break;
+#endif
+    default: products_1(q, keys, soon, offset, dim, scale, scores);
+    }
 }
 
 /* out [M][dim] += weights [M][SPAN] x values [count][dim], PANEL features at a time; as much of
@@ -91,25 +113,28 @@ static void mix(int heads, const float *weights, const float *const *values,
     }
 }
 
-/* Scores of `seen` positions of a span to weights of all SPAN; rescales what is summed up, with a
+/* Scores of `seen` positions of a span to weights of all SPAN, 0 behind them; rescales what is summed up, with a
  * running maximum (Milakov and Gimelshein, 2018), so that nothing of the sequence's length is
  * kept. */
 static void soften(float *row, int64_t seen, float *best, float *total, float *out, int64_t dim) {
     vec largest = splat(*best), part = {0};
     float top = *best;
-    for (int64_t i = seen; i < SPAN; i++)
+    int64_t padded = (seen + LANES - 1) / LANES * LANES;
+    for (int64_t i = seen; i < padded; i++)
         row[i] = -__builtin_inff();
-    for (int i = 0; i < SPAN; i += LANES) {
+    for (int64_t i = 0; i < padded; i += LANES) {
         vec scores = *(vec *)(row + i);
         largest = choose(scores > largest, scores, largest);
     }
     for (int i = 0; i < LANES; i++)
         top = largest[i] > top ? largest[i] : top;
-    for (int i = 0; i < SPAN; i += LANES) {
+    for (int64_t i = 0; i < padded; i += LANES) {
         vec e = vexp(*(vec *)(row + i) - top);
         *(vec *)(row + i) = e;
         part += e;
     }
+    for (int64_t i = padded; i < SPAN; i += LANES)
+        *(vec *)(row + i) = splat(0.0f);
     if (top > *best) {
         /* exp(-inf) is 0 the first time. */
         float keep = vexp(splat(*best - top))[0];
@@ -147,11 +172,11 @@ static void attend(const sequence *s, const sequence *after, int64_t kv_head, in
         /* Values come while keys are multiplied, and the next keys while values are: memory is
          * never idle, and nothing waits that could have been asked for before. */
         for (int t = 0; t < padded; t += LANES)
-            for (int h = 0; h < heads; h++)
-                *(vec *)(scores + h * SPAN + t) =
-                    products(q + h * dim, keys + t, h % group == 0 ? values + t : NULL,
-                             h / group * dim, dim) *
-                    scale;
+            for (int64_t h = 0; h < heads; h += group)
+                for (int64_t g = 0; g < group; g += MOST_PRODUCTS)
+                    products((int)(group - g < MOST_PRODUCTS ? group - g : MOST_PRODUCTS),
+                             q + (h + g) * dim, keys + t, g == 0 ? values + t : NULL,
+                             h / group * dim, dim, scale, scores + (h + g) * SPAN + t);
         for (int h = 0; h < heads; h++)
             soften(scores + h * SPAN, count, best + h, total + h, out + h * dim, dim);
         int is_last = start + SPAN >= s->length;
