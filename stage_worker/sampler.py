@@ -219,7 +219,7 @@ def draw(raw: Tensor, states: Sequence[SamplingState], positions: Sequence[int])
     greedy = [i for i, state in enumerate(states) if state.params.is_greedy]
     if greedy:
         rows = logits if len(greedy) == len(states) else logits[greedy]
-        for i, token in zip(greedy, rows.argmax(-1).tolist(), strict=True):
+        for i, token in zip(greedy, best_tokens(rows), strict=True):
             tokens[i] = token
     random = [i for i, state in enumerate(states) if not state.params.is_greedy]
     if not random:
@@ -238,6 +238,14 @@ def draw(raw: Tensor, states: Sequence[SamplingState], positions: Sequence[int])
     ]
     for i, token in zip(random, invert(scaled, uniforms), strict=True):
         tokens[i] = token
+    return tokens
+
+
+def best_tokens(rows: Tensor) -> list[int]:
+    """The index of the largest in each row of `rows` [m, vocab]; the first of several."""
+    # numpy searches with vectors: 0.05 ms for 16 rows of 49,152 where torch takes 0.65 (Zen 4).
+    best = rows.numpy().argmax(-1) if rows.is_cpu else rows.argmax(-1)
+    tokens: list[int] = best.tolist()
     return tokens
 
 

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stage_worker import sampler
 from stage_worker.sampler import (
     DrawRequest,
     Sampler,
     SamplingState,
+    best_tokens,
     draw,
     invert,
     uniform,
@@ -328,9 +330,25 @@ def test_a_token_copies_nothing_of_its_state_to_the_device() -> None:
 
 @pytest.mark.parametrize(("temperatures", "shapes"), [((1, 1), []), ((0, 1), [(1, VOCAB_SIZE)])])
 def test_only_greedy_rows_are_searched_for_their_best(
-    temperatures: tuple[float, ...], shapes: list[tuple[int, ...]]
+    temperatures: tuple[float, ...],
+    shapes: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    searched = []
+
+    def search(rows: torch.Tensor) -> list[int]:
+        searched.append(tuple(rows.shape))
+        return best_tokens(rows)
+
+    monkeypatch.setattr(sampler, "best_tokens", search)
     states = [state(temperature=temperature) for temperature in temperatures]
-    with Operations() as operations:
-        draw(some_logits(2), states, [0, 1])
-    assert [shape for name, shape in operations.seen if name == "argmax"] == shapes
+    draw(some_logits(2), states, [0, 1])
+    assert searched == shapes
+
+
+@pytest.mark.parametrize("size", [1, 7, 49_152])
+def test_the_best_of_a_row_is_what_torch_finds(size: int) -> None:
+    rows = torch.randn(5, size + 1)[:, :size]  # As where a vocabulary is padded.
+    rows[1], rows[2, size // 2 :] = 3.0, 9.0  # The first of several.
+    assert best_tokens(rows) == rows.argmax(-1).tolist()
+    assert best_tokens(rows)[1:3] == [0, size // 2]
