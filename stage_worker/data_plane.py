@@ -65,9 +65,14 @@ class DataPlane:
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._previous: int | None = None
         self._next: int | None = None
+        self._world: dist.ProcessGroup | None = None
+        """All ranks, in whose numbers `_previous` and `_next` are. Steps ask it directly: what
+        `isend` and `irecv` look up around it takes as long as handing a step's tensor over."""
         self._token_group: dist.ProcessGroup | None = None
         self._sampler: int | None = None
         """The rank that samples, where this one needs its tokens and is another."""
+        self._sampler_in_group = 0
+        """The same by its number in `_token_group`."""
         self._token_takers: tuple[int, ...] = ()
         """The ranks that need the tokens of this one."""
         self.tensor_parallel_group: dist.ProcessGroup | None = None
@@ -133,6 +138,7 @@ class DataPlane:
                 f"{first_line(error)}"
             ) from error
         last = shape.pp_size - 1
+        self._world = dist.group.WORLD
         self._previous = rank - shape.tp_size if pp_rank > 0 else None
         self._next = rank + shape.tp_size if pp_rank < last else None
 
@@ -178,6 +184,7 @@ class DataPlane:
             self._token_group, self._token_takers = group, takers
         elif rank in takers:
             self._token_group, self._sampler = group, sampler
+            self._sampler_in_group = dist.get_group_rank(group, sampler)
 
     def _try_edges(self, shape: MeshShape, rank: int, timeout: timedelta) -> None:
         """Sends one number over every edge, here and now, from the first stage to the last.
@@ -209,7 +216,7 @@ class DataPlane:
             return NOTHING
         tokens = self._room([((num_tokens,), TOKEN_DTYPE)], f"{num_tokens} sampled tokens")
         return self._post(
-            tokens, self._sampler, self._token_group, "sampled tokens from the last stage"
+            tokens, self._sampler_in_group, self._token_group, "sampled tokens from the last stage"
         )
 
     def return_tokens(self, tokens: torch.Tensor, max_pending: int) -> None:
@@ -235,7 +242,7 @@ class DataPlane:
             for tensor in schema.tensors
         ]
         tensors = self._room(shapes, f"{num_tokens} tokens")
-        return self._post(tensors, self._previous, None, "activations from the stage before")
+        return self._post(tensors, self._previous, self._world, "activations from the stage before")
 
     def _room(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str
@@ -254,14 +261,14 @@ class DataPlane:
         group: dist.ProcessGroup | None,
         what: str,
     ) -> PendingReceive:
+        """`source` is a rank of the group."""
+        if group is None:
+            raise PeerLost(f"this rank is not in the group that brings {what}")
         try:
-            works = [dist.irecv(tensor, src=source, group=group) for tensor in tensors]
+            works = tuple(group.recv([tensor], source, 0) for tensor in tensors)
         except RuntimeError as error:
             raise PeerLost(f"posting the receive of {what} failed: {first_line(error)}") from error
-        posted = tuple(work for work in works if work is not None)
-        if len(posted) < len(works):
-            raise PeerLost(f"this rank is not in the group that brings {what}")
-        return PendingReceive(tensors, posted, self._timeout, what, self._arrived)
+        return PendingReceive(tensors, works, self._timeout, what, self._arrived)
 
     def send(self, tensors: Sequence[torch.Tensor], max_pending: int) -> None:
         """Sends one step's tensors on, and waits for sends older than `max_pending` tensors.
@@ -269,13 +276,11 @@ class DataPlane:
         The tensors are held until their send is done: gloo's is a rendezvous with
         the posted receive and reads the memory until then.
         """
-        if self._next is None:
+        if self._next is None or self._world is None:
             return
         try:
             for tensor in (given.contiguous() for given in tensors):
-                work = dist.isend(tensor, dst=self._next)
-                if work is not None:
-                    self._sends.append((work, tensor))
+                self._sends.append((self._world.send([tensor], self._next, 0), tensor))
             self._wait_for_sends(max_pending)
         except RuntimeError as error:
             raise PeerLost(f"sending to the next stage failed: {first_line(error)}") from error
@@ -295,7 +300,7 @@ class DataPlane:
     def leave(self) -> None:
         """Leaves the present epoch's groups, if there are any."""
         self._sends.clear()
-        self.tensor_parallel_group = self._token_group = None
+        self.tensor_parallel_group = self._token_group = self._world = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from google.protobuf.message import DecodeError
 
 from services.errors import ECHO_REASON, StageFailed, StagemeshError
@@ -197,6 +198,7 @@ class RankLoop:
         )
         self._emit(rank_pb2.RankEvent(hello=hello))
 
+    @torch.inference_mode()
     def run(self) -> None:
         """Applies commands until told to stop."""
         while True:

@@ -13,10 +13,12 @@ A step that only releases slots has no tensors: nothing crosses for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +38,24 @@ from stagemesh.v1 import stage_worker_pb2, step_pb2, topology_pb2
 
 HIDDEN_STATES = "hidden_states"
 NOT_SAMPLED = -1
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _without_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.inference_mode`, which is not entered a second time where the caller is in it: that
+    takes as long as preparing a row."""
+    wrapped = torch.inference_mode()(method)
+
+    @wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        return wrapped(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +155,7 @@ class StageRunner:
         """Runs a step. `received` holds what `boundary_in` declares, complete."""
         return self.compute(self.prepare(step), received)
 
-    @torch.inference_mode()
+    @_without_gradients
     def prepare(self, step: step_pb2.Step) -> PreparedStep:
         """Applies a step to the slots and builds what its layers share.
 
@@ -174,7 +194,7 @@ class StageRunner:
             sum(row.num_sampled for row in step.rows) if samples else 0,
         )
 
-    @torch.inference_mode()
+    @_without_gradients
     def compute(
         self,
         prepared: PreparedStep,
@@ -209,7 +229,9 @@ class StageRunner:
         for group in referred:
             tokens = returned[group.step_id].to(self._model.device)
             offsets = self._on_device(group.offsets)
-            token_ids[self._on_device(group.query_indices)] = tokens[offsets]
+            token_ids.index_copy_(
+                0, self._on_device(group.query_indices), tokens.index_select(0, offsets)
+            )
         return token_ids
 
     def _returned(

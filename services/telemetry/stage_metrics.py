@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stagemesh.v1 import step_pb2
@@ -67,14 +67,14 @@ class BusyWindow:
             del self._busy_seconds[old]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StageSeries:
-    """The series of one stage: they move with every step, so they are looked up once."""
+    """The series of one stage. Plain numbers, which become counters when they are asked for: they
+    move with every step, and incrementing five counters took the gateway as long as sending it."""
 
-    steps: Counter
-    phases: tuple[Counter, ...]
-    """As `STAGE_PHASES`."""
     window: BusyWindow
+    steps: int = 0
+    phases_ns: list[int] = field(default_factory=lambda: [0] * len(STAGE_PHASES))
 
 
 class StageMetrics:
@@ -87,18 +87,6 @@ class StageMetrics:
         self._stages: dict[tuple[int, int], _StageSeries] = {}
         self._memory: Callable[[], Iterable[StageMemory]] = tuple
         self._stalls: Callable[[], Iterable[StageStall]] = tuple
-        self._seconds = Counter(
-            "stagemesh_stage_seconds",
-            "A stage's time by phase; the phases add up to wall time.",
-            (*STAGE_LABELS, "phase"),
-            registry=registry,
-        )
-        self._steps = Counter(
-            "stagemesh_stage_steps",
-            "Steps that a stage has done.",
-            STAGE_LABELS,
-            registry=registry,
-        )
         self._step_seconds = Histogram(
             "stagemesh_step_seconds",
             "From sending a step to its result: through all stages.",
@@ -112,16 +100,14 @@ class StageMetrics:
         """A stage has done a step."""
         series = self._stages.get((replica, stage))
         if series is None:
-            series = self._stages[replica, stage] = self._new_series(str(replica), str(stage))
-        series.steps.inc()
-        phases = (clock.control_wait_ns, clock.receive_ns, clock.compute_ns, clock.send_ns)
-        for counter, nanoseconds in zip(series.phases, phases, strict=True):
-            counter.inc(nanoseconds * NANOSECONDS)
+            series = self._stages[replica, stage] = _StageSeries(BusyWindow(self._now))
+        series.steps += 1
+        phases = series.phases_ns
+        phases[0] += clock.control_wait_ns
+        phases[1] += clock.receive_ns
+        phases[2] += clock.compute_ns
+        phases[3] += clock.send_ns
         series.window.add(clock.compute_ns * NANOSECONDS)
-
-    def _new_series(self, replica: str, stage: str) -> _StageSeries:
-        phases = tuple(self._seconds.labels(replica, stage, phase) for phase in STAGE_PHASES)
-        return _StageSeries(self._steps.labels(replica, stage), phases, BusyWindow(self._now))
 
     def observe_step(self, replica: int, seconds: float) -> None:
         """A step has passed all stages."""
@@ -135,8 +121,21 @@ class StageMetrics:
         """Reads how long the stages have answered nothing at each scrape."""
         self._stalls = stalls
 
-    def gauges(self) -> Iterator[Metric]:
+    def collected(self) -> Iterator[Metric]:
         """What is computed at a scrape."""
+        steps = CounterMetricFamily(
+            "stagemesh_stage_steps", "Steps that a stage has done.", labels=STAGE_LABELS
+        )
+        spent = CounterMetricFamily(
+            "stagemesh_stage_seconds",
+            "A stage's time by phase; the phases add up to wall time.",
+            labels=(*STAGE_LABELS, "phase"),
+        )
+        for (replica, stage), series in self._stages.items():
+            labels = (str(replica), str(stage))
+            steps.add_metric(labels, series.steps)
+            for phase, total_ns in zip(STAGE_PHASES, series.phases_ns, strict=True):
+                spent.add_metric((*labels, phase), total_ns * NANOSECONDS)
         bubble = GaugeMetricFamily(
             "stagemesh_stage_bubble_ratio",
             f"Share of the last {BUBBLE_WINDOW_SECONDS} s in which a stage did not compute.",
@@ -159,7 +158,7 @@ class StageMetrics:
         )
         for replica, stage, seconds in self._stalls():
             stall.add_metric((str(replica), str(stage)), seconds)
-        yield from (bubble, peak, stall)
+        yield from (steps, spent, bubble, peak, stall)
 
 
 class _StageCollector(Collector):
@@ -170,4 +169,4 @@ class _StageCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.gauges()
+        return self._metrics.collected()

@@ -125,8 +125,9 @@ class SimulatedModel:
         if self.is_first:
             keys = hashing.token_keys(keys, rotary.cos.numpy().astype(np.uint64))
         read = self._cache.attend(keys, metadata)
-        histories = read if self.is_first else hashing.checked(given, read)
-        return self._pack(np.stack((keys, histories), axis=1))
+        words[:, 0] = keys
+        words[:, 1] = read if self.is_first else hashing.checked(given, read)
+        return self._pack(words)
 
     def logits(self, hidden_states: Tensor, indices: Tensor) -> Tensor:
         """[m, vocab] float32 of the tokens `indices` [m]: all on the one next token."""
