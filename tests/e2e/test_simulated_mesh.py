@@ -168,6 +168,22 @@ def test_the_pipeline_stays_full(decoding: Sequence[StageStep]) -> None:
 
 
 @pytest.mark.quiet
+def test_a_batch_beyond_the_stages_keeps_it_fuller(tmp_path: Path) -> None:
+    """With a batch more than stages none waits for what is on its way. A lenient bound, too."""
+    prompts = prompts_of(2 * (PP_SIZE + 1), 8)
+    flags = ("--pp-async-batch-depth", "1", "--max-num-seqs", str(len(prompts)))
+    with simulated_mesh(tmp_path, PP_SIZE, StageCost(0.02), *flags) as mesh:
+        assert generate_all(mesh, prompts, 20) == expected_outputs(prompts, 20)
+    steps = read_trace(tmp_path)
+    last, skipped = max(step.step_id for step in steps), 3 * (PP_SIZE + 1)
+    steady = [step for step in steps if skipped < step.step_id <= last - skipped]
+    assert {step.sampled_rows for step in of_stage(steady, PP_SIZE - 1)} == {2}
+    assert step_seconds(steady, PP_SIZE) < 0.02 / 0.88
+    waits = [step.receive for step in of_stage(steady, PP_SIZE - 1)]
+    assert statistics.median(waits) < 0.001
+
+
+@pytest.mark.quiet
 def test_simulated_computing_reads_what_it_costs(decoding: Sequence[StageStep]) -> None:
     """The layers alone within 2 %; the phase has the host's work for a step besides."""
     for stage in range(PP_SIZE):

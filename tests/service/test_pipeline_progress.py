@@ -28,6 +28,8 @@ class ScriptedStage(stage_worker_pb2_grpc.StageWorkerServiceServicer):
 
     def __init__(self) -> None:
         self.allowed = asyncio.Semaphore(0)
+        self.requests: list[list[int]] = []
+        """Step ids of each."""
 
     async def Execute(
         self,
@@ -35,10 +37,13 @@ class ScriptedStage(stage_worker_pb2_grpc.StageWorkerServiceServicer):
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[stage_worker_pb2.ExecuteResponse]:
         async for request in requests:
-            await self.allowed.acquire()
-            yield stage_worker_pb2.ExecuteResponse(
-                result=step_pb2.StepResult(epoch=EPOCH, step_id=request.step.step_id)
-            )
+            steps = [request.step, *request.further_steps]
+            self.requests.append([step.step_id for step in steps])
+            for step in steps:
+                await self.allowed.acquire()
+                yield stage_worker_pb2.ExecuteResponse(
+                    result=step_pb2.StepResult(epoch=EPOCH, step_id=step.step_id)
+                )
 
 
 @asynccontextmanager
@@ -91,6 +96,30 @@ async def test_each_stage_s_last_answer_and_silence() -> None:
         await asyncio.sleep(0.05)
         after = [stage.silent_seconds for stage in made.progress()]
         assert all(later - sooner > 0.04 for sooner, later in zip(before, after, strict=True))
+
+
+async def test_later_stages_are_given_several_steps_at_a_time() -> None:
+    """All steps in order, on every stage; the last of four gets three and more together."""
+    async with pipeline(4) as (made, stages):
+
+        def send(step_id: int) -> None:
+            row = step_pb2.StepRow(token_ids=[1])
+            made.send(step_pb2.Step(epoch=EPOCH, step_id=step_id, rows=[row]))
+
+        for step_id in range(1, 6):
+            send(step_id)
+        for step_id in range(1, 41):
+            for stage in stages:
+                stage.allowed.release()
+            async with asyncio.timeout(5):
+                assert (await made.next_result()).step_id == step_id
+            if step_id + 5 <= 40:
+                send(step_id + 5)
+        for stage in stages:
+            given = [each for request in stage.requests for each in request]
+            assert given == list(range(1, 41))
+        assert len(stages[0].requests) == 40
+        assert len(stages[-1].requests) <= 40 / 3 + 5
 
 
 async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import event, given, settings
 
 from services.errors import StageFailed
 from stage_worker.slots import SlotLimits, SlotTable
@@ -130,3 +132,60 @@ def test_a_new_epoch_has_no_slots() -> None:
     with pytest.raises(KeyError):
         table[1]
     table.apply(step_pb2.Step(starts=[start(1)]))
+
+
+def row_of(
+    slot: int,
+    ahead: int,
+    tokens: list[int],
+    sampled: int,
+    blocks: list[int],
+    refers: tuple[int, int, int] | None,
+) -> step_pb2.StepRow:
+    """A row of a slot that holds 10 tokens, `ahead` of where it goes on."""
+    made = step_pb2.StepRow(
+        slot=slot,
+        position=max(0, 10 + ahead),
+        token_ids=tokens,
+        num_sampled=sampled,
+        new_block_ids=blocks,
+    )
+    if refers is not None:
+        step_id, row_index, index = refers
+        reference = step_pb2.TokenReference(step_id=step_id, row=row_index, index=index)
+        made.references.add(query_index=0, reference=reference)
+    return made
+
+
+DECODES = st.lists(
+    st.builds(
+        row_of,
+        slot=st.sampled_from([0, 1, 2, 5]),
+        ahead=st.sampled_from([-1, 0, 0, 0, 1, 30]),
+        tokens=st.lists(st.sampled_from([7, 99, 100]), min_size=0, max_size=2),
+        sampled=st.integers(0, 2),
+        blocks=st.lists(st.sampled_from([0, 15, 16]), max_size=5),
+        refers=st.sampled_from([None, None, (1, 0, 0), (1, 1, 0), (9, 0, 0)]),
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=400)
+@given(rows=DECODES)
+def test_a_plain_decode_is_told_without_a_list_of_problems(
+    rows: list[step_pb2.StepRow],
+) -> None:
+    """What is accepted at once has no problem; a decode that has none is accepted at once."""
+    table = SlotTable(LIMITS, keeps_sampling=True)
+    starts = [start(slot) for slot in (0, 1, 2)]
+    for slot in (0, 1, 2):
+        first = row(slot, 0, 8, new_block_ids=[3 * slot, 3 * slot + 1])
+        table.apply(step_pb2.Step(step_id=1, starts=[starts[slot]], rows=[first]))
+    second = [row(slot, 8, 2, num_sampled=1) for slot in (0, 1, 2)]
+    table.apply(step_pb2.Step(step_id=1, rows=second, returns_tokens=True))
+    step = step_pb2.Step(step_id=2, rows=rows)
+    problem = next(table._problems(step), None)
+    is_plain = all(len(r.token_ids) == 1 and r.num_sampled <= 1 for r in rows)
+    assert table._are_plain_decodes(step) == (problem is None and is_plain)
+    event(f"refused: {problem is not None}")
