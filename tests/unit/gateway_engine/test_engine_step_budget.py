@@ -37,8 +37,14 @@ def test_a_prompt_beside_decodes_doubles_their_step_at_most() -> None:
     assert mixed_prompt_chunk(costs(0.02, 0.0001), 1, 8, 128) == pytest.approx(200, abs=1)
 
 
-def test_a_crowd_of_prompts_gets_the_time_that_its_number_asks_for() -> None:
-    assert mixed_prompt_chunk(costs(0.02, 0.0001), 12, 4, 128) == pytest.approx(600, abs=1)
+@pytest.mark.parametrize(
+    ("num_prompts", "num_decoding", "shares"), [(1, 16, 1), (4, 16, 2), (8, 16, 4), (12, 4, 8)]
+)
+def test_a_crowd_of_prompts_gets_the_time_that_its_number_asks_for(
+    num_prompts: int, num_decoding: int, shares: int
+) -> None:
+    chunk = mixed_prompt_chunk(costs(0.02, 0.0001), num_prompts, num_decoding, 128)
+    assert chunk == pytest.approx(200 * shares, abs=1)
 
 
 def test_before_steps_were_seen_a_chunk_has_its_least_useful_size() -> None:
