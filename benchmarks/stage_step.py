@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
+from stage_worker.rank_process import RANK_ENVIRONMENT
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -119,7 +121,7 @@ class _Worker:
     def __init__(self, tree: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__, COMPUTE],
-            env={**os.environ, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -5,6 +5,7 @@
  * `kernels/native_blocks.py`. */
 #include "kernels.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -59,8 +60,28 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline int64_t qkv_width(const sizes *s) { return (s->heads + 2 * s->kv_heads) * s->dim; }
 
-static void multiply(const product *p, const float *x, int64_t rows, float *y, int threads) {
-    stagemesh_linear(x, rows, p->in, p->kind, p->panels, p->out, p->bias, y, threads);
+static void multiply(const product *p, const float *x, int64_t rows, float *y, int threads,
+                     to_come *cache) {
+    stagemesh_linear_beside(x, rows, p->in, p->kind, p->panels, p->out, p->bias, y, threads, cache);
+}
+
+/* Writes which blocks the decodes attend, in their order, to `blocks`, unless it is NULL; returns
+ * how many. */
+static int64_t attended_blocks(const sizes *s, const step *step, int64_t *blocks) {
+    int64_t count = 0;
+    for (const decode_group *g = step->groups; g < step->groups + step->num_groups; g++)
+        for (int64_t row = 0; row < g->rows; row++) {
+            int64_t used = (g->lengths[row] + s->block_size - 1) / s->block_size;
+            if (blocks != NULL)
+                memcpy(blocks + count, g->tables + row * g->blocks, (size_t)used * sizeof *blocks);
+            count += used;
+        }
+    return count;
+}
+
+static to_come cache_of(const sizes *s, const block *b, const int64_t *blocks, int64_t count) {
+    int64_t bytes = s->block_size * s->kv_heads * s->dim * (int64_t)sizeof(float);
+    return (to_come){(const char *)b->keys, (const char *)b->values, blocks, count, bytes, 0};
 }
 
 static void normalize(const norm *n, const float *x, int64_t rows, int64_t width, float *y) {
@@ -109,19 +130,30 @@ int stagemesh_blocks(const sizes *s, const block *blocks, int64_t count, const s
                      float *hidden, float *room, int threads) {
     int64_t rows = step->rows, numbers = rows * s->hidden;
     float *a = room, *b = room + rows * narrow(s);
-    for (const block *one = blocks; one < blocks + count; one++) {
+    int64_t num_attended = attended_blocks(s, step, NULL);
+    /* Without memory for it nothing is fetched ahead. */
+    int64_t *attended = malloc((size_t)num_attended * sizeof *attended);
+    if (attended == NULL)
+        num_attended = 0;
+    else
+        attended_blocks(s, step, attended);
+    int failed = 0;
+    to_come cache = cache_of(s, blocks, attended, num_attended);
+    for (const block *one = blocks; one < blocks + count && !failed; one++) {
         normalize(&one->input_norm, hidden, rows, s->hidden, a);
-        multiply(&one->qkv, a, rows, b, threads);
-        if (attention(s, one, step, b, a, threads))
-            return -1;
-        multiply(&one->output, a, rows, b, threads);
+        multiply(&one->qkv, a, rows, b, threads, &cache);
+        failed = attention(s, one, step, b, a, threads);
+        const block *next = one + 1 < blocks + count ? one + 1 : one;
+        cache = cache_of(s, next, attended, next == one ? 0 : num_attended);
+        multiply(&one->output, a, rows, b, threads, &cache);
         add(hidden, b, numbers);
         normalize(&one->mlp_norm, hidden, rows, s->hidden, a);
-        multiply(&one->gate_up, a, rows, b, threads);
+        multiply(&one->gate_up, a, rows, b, threads, &cache);
         /* In place: a row's result never lies behind what is still to be read. */
         stagemesh_silu_mul(b, rows, s->mlp_width, b);
-        multiply(&one->down, b, rows, a, threads);
+        multiply(&one->down, b, rows, a, threads, &cache);
         add(hidden, a, numbers);
     }
-    return 0;
+    free(attended);
+    return failed;
 }

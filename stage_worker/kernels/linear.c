@@ -7,6 +7,7 @@
  * Many rows wait for arithmetic. Rows that share a weight lie interleaved, [in][rows], so that the
  * kernel reads one stream of inputs beside one of weights, and both come in time from the
  * second-level cache (Goto and van de Geijn, 2008). */
+#include "kernels.h"
 #include "weights.h"
 
 /* Rows that share a weight: as many as there are registers for their sums. */
@@ -32,22 +33,35 @@
 
 #define UNROLL_GROUP _Pragma("GCC unroll 24")
 
-/* x [in][M] -> y [M][PANEL]. `soon` is where the next panel begins to be fetched from, `step` bytes
- * for each input: the groups that a panel passes by share the fetching of the next. */
+/* Memory that is fetched beside a product, which does not wait for it. */
+typedef struct {
+    const char *at;
+    size_t step;
+} stream;
+
+static inline void fetch(stream *s) {
+    __builtin_prefetch(s->at, 0, 2);
+    s->at += s->step;
+}
+
+static inline size_t divided(size_t amount, size_t parts) { return (amount + parts - 1) / parts; }
+
+/* x [in][M] -> y [M][PANEL]. `soon` and `later` are fetched beside it, so many bytes for each input. */
 #define DEFINE_GROUP(M)                                                                           \
     static void floats_##M(const float *x, size_t in, const float *w, const float *bias,          \
-                           float *y, size_t stride, const char *soon, size_t step) {              \
+                           float *y, size_t stride, stream soon, stream later) {                  \
         row sums[M];                                                                              \
         UNROLL_GROUP for (int m = 0; m < M; m++) sums[m] = load(bias);                            \
-        for (size_t k = 0; k < in; k++, w += PANEL, x += M, soon += step) {                       \
+        for (size_t k = 0; k < in; k++, w += PANEL, x += M) {                                     \
             row weights = load(w);                                                                \
-            __builtin_prefetch(soon, 0, 2);                                                       \
+            fetch(&soon);                                                                         \
+            fetch(&later);                                                                        \
             UNROLL_GROUP for (int m = 0; m < M; m++) sums[m] = times_plus(weights, x[m], sums[m]); \
         }                                                                                         \
         UNROLL_GROUP for (int m = 0; m < M; m++) store(y + m * stride, sums[m]);                  \
     }                                                                                             \
     static void codes_##M(const float *x, size_t in, const code_block *w, const float *bias,      \
-                          float *y, size_t stride) {                                              \
+                          float *y, size_t stride, stream later) {                                \
         row sums[M];                                                                              \
         UNROLL_GROUP for (int m = 0; m < M; m++) sums[m] = load(bias);                            \
         for (size_t first = 0; first < in; first += CODE_BLOCK, w++) {                            \
@@ -56,6 +70,7 @@
                 __builtin_prefetch((const char *)w + AHEAD_BYTES + i, 0, 2);                      \
             for (size_t j = 0; j < CODE_BLOCK; j++, x += M) {                                     \
                 row weights = from_codes(w->codes[j], scale, minus);                              \
+                fetch(&later);                                                                    \
                 UNROLL_GROUP for (int m = 0; m < M; m++)                                          \
                     sums[m] = times_plus(weights, x[m], sums[m]);                                 \
             }                                                                                     \
@@ -63,12 +78,13 @@
         UNROLL_GROUP for (int m = 0; m < M; m++) store(y + m * stride, sums[m]);                  \
     }                                                                                             \
     static void halves_##M(const float *x, size_t in, const uint16_t *w, const float *bias,       \
-                           float *y, size_t stride) {                                             \
+                           float *y, size_t stride, stream later) {                               \
         row sums[M];                                                                              \
         UNROLL_GROUP for (int m = 0; m < M; m++) sums[m] = load(bias);                            \
         for (size_t k = 0; k < in; k++, w += PANEL, x += M) {                                     \
             row weights = from_halves(w);                                                         \
             __builtin_prefetch((const char *)w + AHEAD_BYTES, 0, 2);                              \
+            fetch(&later);                                                                        \
             UNROLL_GROUP for (int m = 0; m < M; m++)                                              \
                 sums[m] = times_plus(weights, x[m], sums[m]);                                     \
         }                                                                                         \
@@ -79,15 +95,15 @@ EVERY_GROUP(DEFINE_GROUP)
 #define CASE_GROUP(M)                                                       \
     case M:                                                                 \
         if (kind == FLOATS)                                                 \
-            floats_##M(x, in, w, bias, y, stride, soon, step);              \
+            floats_##M(x, in, w, bias, y, stride, soon, later);             \
         else if (kind == CODES)                                             \
-            codes_##M(x, in, w, bias, y, stride);                           \
+            codes_##M(x, in, w, bias, y, stride, later);                    \
         else                                                                \
-            halves_##M(x, in, w, bias, y, stride);                          \
+            halves_##M(x, in, w, bias, y, stride, later);                   \
         break;
 
 static void group(int kind, size_t rows, const float *x, size_t in, const void *w,
-                  const float *bias, float *y, size_t stride, const char *soon, size_t step) {
+                  const float *bias, float *y, size_t stride, stream soon, stream later) {
     switch (rows) { EVERY_GROUP(CASE_GROUP) }
 }
 
@@ -99,7 +115,7 @@ typedef struct {
 } grouping;
 
 static inline grouping in_groups(size_t rows, size_t most) {
-    return (grouping){rows, (rows + most - 1) / most};
+    return (grouping){rows, divided(rows, most)};
 }
 
 static inline size_t group_start(grouping g, size_t number) { return g.rows * number / g.groups; }
@@ -133,13 +149,16 @@ static void expand(int kind, const char *w, size_t in, float *to) {
 }
 
 /* x holds the groups one after the other. `width` of the panel's features are wanted, from the
- * feature that y and bias point at. `room` is for a panel of floats, or NULL. */
+ * feature that y and bias point at. `room` is for a panel of floats, or NULL; `later` is for the
+ * first group. */
 static void panel_rows(int kind, const float *x, grouping g, size_t in, const char *w,
-                       const float *bias, float *y, size_t stride, size_t width, float *room) {
+                       const float *bias, float *y, size_t stride, size_t width, float *room,
+                       stream later) {
     static const float zeros[PANEL];
     float padded[PANEL] = {0}, part[GROUP * PANEL];
+    /* The groups that a panel passes by share the fetching of the next. */
     size_t bytes = bytes_of_panel(kind, in);
-    const char *soon = w + bytes;
+    stream soon = {w + bytes, divided(bytes, in * g.groups)};
     if (bias == NULL) {
         bias = zeros;
     } else if (width < PANEL) {
@@ -151,12 +170,12 @@ static void panel_rows(int kind, const float *x, grouping g, size_t in, const ch
         kind = FLOATS;
         w = (const char *)room;
     }
-    size_t step = (bytes / in + g.groups - 1) / g.groups;
-    for (size_t number = 0; number < g.groups; number++, soon += step * in) {
+    for (size_t number = 0; number < g.groups; number++, soon.at += soon.step * in) {
         size_t start = group_start(g, number), count = group_start(g, number + 1) - start;
         float *to = width == PANEL ? y + start * stride : part;
         size_t to_stride = width == PANEL ? stride : PANEL;
-        group(kind, count, x + start * in, in, w, bias, to, to_stride, soon, step);
+        group(kind, count, x + start * in, in, w, bias, to, to_stride, soon, later);
+        later = (stream){w, 0};
         for (size_t m = 0; m < count && to == part; m++)
             memcpy(y + (start + m) * stride, part + m * PANEL, width * sizeof(float));
     }
@@ -179,9 +198,21 @@ static float *at_least(memory *kept, size_t size) {
     return kept->floats;
 }
 
-/* x [rows, in], w [ceil(out / PANEL)] panels of this kind, bias [out] or NULL -> y [rows, out]. */
-void stagemesh_linear(const float *x, int64_t rows, int64_t in, int kind, const char *w,
-                      int64_t out, const float *bias, float *y, int threads) {
+/* What is fetched beside a panel. */
+static stream beside(const to_come *cache, int64_t panel, const char *w, size_t in) {
+    int64_t part = cache == NULL ? 0 : cache->next + panel;
+    if (cache == NULL || part >= 2 * cache->num_blocks)
+        return (stream){w, 0};
+    const char *base = part % 2 ? cache->values : cache->keys;
+    size_t bytes = (size_t)cache->block_bytes;
+    return (stream){base + (size_t)cache->blocks[part / 2] * bytes, divided(bytes, in)};
+}
+
+/* x [rows, in], w [ceil(out / PANEL)] panels of this kind, bias [out] or NULL -> y [rows, out]. As
+ * much of `cache` as fits beside it, or NULL, is fetched meanwhile. */
+void stagemesh_linear_beside(const float *x, int64_t rows, int64_t in, int kind, const char *w,
+                             int64_t out, const float *bias, float *y, int threads,
+                             to_come *cache) {
     int64_t panels = (out + PANEL - 1) / PANEL, panel_bytes = (int64_t)bytes_of_panel(kind, (size_t)in);
     int64_t chunk = CHUNK_BYTES / (int64_t)sizeof(float) / in / GROUP * GROUP;
     if (chunk < GROUP)
@@ -215,10 +246,18 @@ void stagemesh_linear(const float *x, int64_t rows, int64_t in, int kind, const 
                 int64_t feature = p * PANEL, left = out - feature;
                 panel_rows(kind, inputs, g, (size_t)in, w + p * panel_bytes,
                            bias == NULL ? NULL : bias + feature, y + start * out + feature,
-                           (size_t)out, (size_t)(left < PANEL ? left : PANEL), room);
+                           (size_t)out, (size_t)(left < PANEL ? left : PANEL), room,
+                           beside(start == 0 ? cache : NULL, p, w, (size_t)in));
             }
         }
     }
+    if (cache != NULL)
+        cache->next += panels;
+}
+
+void stagemesh_linear(const float *x, int64_t rows, int64_t in, int kind, const char *w,
+                      int64_t out, const float *bias, float *y, int threads) {
+    stagemesh_linear_beside(x, rows, in, kind, w, out, bias, y, threads, NULL);
 }
 
 int64_t stagemesh_panel_bytes(int kind, int64_t in) { return (int64_t)bytes_of_panel(kind, (size_t)in); }
