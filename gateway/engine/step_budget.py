@@ -36,8 +36,8 @@ MOST_PROMPT_SHARE = 8.0
 """However many prompts there are: who decodes gets on in every step."""
 DECODES_PER_PROMPT = 8.0
 """Decodes that a prompt counts as. One finished sooner joins them, and a step of few decodes is
-nearly as long as one of many: with 1, first and all later tokens came 3 to 5 % later on average (two
-stages on a CPU, 1.6 requests of 128 tokens a second), with 100 the later ones came 10 % later."""
+nearly as long as one of many: with 1, first and later tokens came 3 to 5 % later on average (two
+stages on a CPU, 1.6 requests of 128 tokens a second), with 100 later ones came 10 % later."""
 NUM_REMEMBERED_STEPS = 15
 """Of each kind. Their median is not moved by a few outliers (a first step, a busy moment)."""
 
