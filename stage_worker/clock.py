@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import NamedTuple
 
 from stagemesh.v1 import step_pb2
 
@@ -18,6 +19,7 @@ class Phase(IntEnum):
     """What a rank does. Numbers, because a step enters four of them: a plain enumeration's members
     are hashed in Python."""
 
+    # In the order of `StepClock`.
     CONTROL_WAIT = 0
     """Waits for a command."""
     RECEIVE = 1
@@ -26,6 +28,31 @@ class Phase(IntEnum):
     """Everything else: indices, layers, head, sampling, writing the result of a step."""
     SEND = 3
     """Hands activations on, and waits for older sends."""
+
+
+class StepClock(NamedTuple):
+    """The clock of one step, as `StageClock` has it; nanoseconds. Not the message itself: that is
+    made when it is sent, not while the next stage waits for a core."""
+
+    control_wait_ns: int
+    receive_ns: int
+    compute_ns: int
+    send_ns: int
+    compute_start_ns: int
+    compute_end_ns: int
+    end_ns: int
+
+    def to_proto(self) -> step_pb2.StageClock:
+        """The message."""
+        return step_pb2.StageClock(
+            control_wait_ns=self.control_wait_ns,
+            receive_ns=self.receive_ns,
+            compute_ns=self.compute_ns,
+            send_ns=self.send_ns,
+            compute_start_ns=self.compute_start_ns,
+            compute_end_ns=self.compute_end_ns,
+            end_ns=self.end_ns,
+        )
 
 
 class StageTimer:
@@ -55,18 +82,19 @@ class StageTimer:
         self._total_ns = [0] * len(Phase)
         self._present = (self._present[0], self._now_ns())
 
-    def finish_step(self, compute_start_ns: int, compute_end_ns: int) -> step_pb2.StageClock:
+    def finish_step(self, compute_start_ns: int, compute_end_ns: int) -> StepClock:
         """The clock of a step that is done. What follows counts as the next step's computing,
         until another phase is entered."""
         end_ns = self.enter(Phase.COMPUTE)
-        clock = step_pb2.StageClock(
-            control_wait_ns=self._total_ns[Phase.CONTROL_WAIT],
-            receive_ns=self._total_ns[Phase.RECEIVE],
-            compute_ns=self._total_ns[Phase.COMPUTE],
-            send_ns=self._total_ns[Phase.SEND],
-            compute_start_ns=compute_start_ns,
-            compute_end_ns=compute_end_ns,
-            end_ns=end_ns,
+        control_wait_ns, receive_ns, compute_ns, send_ns = self._total_ns
+        clock = StepClock(
+            control_wait_ns,
+            receive_ns,
+            compute_ns,
+            send_ns,
+            compute_start_ns,
+            compute_end_ns,
+            end_ns,
         )
         self._total_ns = [0] * len(Phase)
         return clock

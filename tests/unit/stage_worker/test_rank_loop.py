@@ -25,10 +25,12 @@ from services.topology.fingerprint import build_fingerprint
 from services.topology.wire import shape_from_proto
 from stage_worker import ipc, stage_model
 from stage_worker import rank_loop as rank_loop_module
+from stage_worker.clock import StepClock
 from stage_worker.data_plane import DataPlane
 from stage_worker.pending_receive import NOTHING, PeerLost, PendingReceive
 from stage_worker.rank_arguments import RankArguments
-from stage_worker.rank_loop import MAX_WAITING_RESULTS, RankLoop
+from stage_worker.rank_loop import RankLoop
+from stage_worker.step_results import MAX_WAITING_RESULTS, DoneStep
 from stagemesh.v1 import rank_pb2, stage_worker_pb2, step_pb2, topology_pb2
 from tests.stage_chain import make_runner, stage_plan
 from tests.tiny_models import make_tiny_llama
@@ -301,6 +303,11 @@ def test_arguments_survive_the_command_line() -> None:
     assert RankArguments.parse(arguments.to_argv()) == arguments
 
 
+def done(step_id: int) -> DoneStep:
+    """A step that took as many nanoseconds as its id says."""
+    return DoneStep(1, step_id, (), StepClock(0, 0, step_id, 0, 0, 0, 0))
+
+
 def results_of(worker: Worker) -> list[int]:
     """Step ids that one event answers for."""
     result = worker.event().result
@@ -311,9 +318,7 @@ def test_results_that_only_have_clocks_share_a_message_while_there_is_more_to_do
     with rank_loop() as worker:
         worker.loop._next = rank_pb2.RankCommand()  # Something to go on with.
         for step_id in range(1, MAX_WAITING_RESULTS + 2):
-            clock = step_pb2.StageClock(compute_ns=step_id)
-            result = step_pb2.StepResult(step_id=step_id, clock=clock)
-            worker.loop._answer(result, may_wait=True)
+            worker.loop._answer(done(step_id), may_wait=True)
         result = worker.event().result
         assert result.step_id == result.clock.compute_ns == MAX_WAITING_RESULTS + 1
         clocks = [clock.compute_ns for clock in result.earlier_clocks]
@@ -322,12 +327,12 @@ def test_results_that_only_have_clocks_share_a_message_while_there_is_more_to_do
 
 def test_no_result_waits_for_nothing() -> None:
     with rank_loop() as worker:
-        worker.loop._answer(step_pb2.StepResult(step_id=1), may_wait=True)  # Nothing is queued.
+        worker.loop._answer(done(1), may_wait=True)  # Nothing is queued.
         assert results_of(worker) == [1]
         worker.loop._next = rank_pb2.RankCommand()
-        worker.loop._answer(step_pb2.StepResult(step_id=2), may_wait=False)
+        worker.loop._answer(done(2), may_wait=False)
         assert results_of(worker) == [2]
-        worker.loop._answer(step_pb2.StepResult(step_id=3), may_wait=True)
+        worker.loop._answer(done(3), may_wait=True)
         worker.loop.send_alive()
         assert results_of(worker) == [3]
 
@@ -335,7 +340,7 @@ def test_no_result_waits_for_nothing() -> None:
 def test_a_failure_comes_after_the_results_before_it() -> None:
     with rank_loop() as worker:
         worker.loop._next = rank_pb2.RankCommand()
-        worker.loop._answer(step_pb2.StepResult(step_id=1), may_wait=True)
+        worker.loop._answer(done(1), may_wait=True)
         worker.loop._fail(StageFailed("broken"), "STAGE_FAILED", 2)
         assert results_of(worker) == [1]
         assert worker.event().error.message == "broken"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage_worker.clock import Phase, StageTimer
-from stagemesh.v1 import step_pb2
+from stage_worker.clock import Phase, StageTimer, StepClock
 
 
 class Clock:
@@ -33,7 +32,7 @@ def test_what_the_loop_does_now_is_known() -> None:
     assert timer.present() == (Phase.RECEIVE, 0.0)
 
 
-def phases(clock: step_pb2.StageClock) -> tuple[int, int, int, int]:
+def phases(clock: StepClock) -> tuple[int, int, int, int]:
     return clock.control_wait_ns, clock.receive_ns, clock.compute_ns, clock.send_ns
 
 
@@ -52,6 +51,8 @@ def test_each_phase_has_its_own_time() -> None:
     found = timer.finish_step(3, 4)
     assert phases(found) == (5, 30, 210, 7)
     assert (found.compute_start_ns, found.compute_end_ns, found.end_ns) == (3, 4, clock.now_ns)
+    sent = found.to_proto()
+    assert {field.name: value for field, value in sent.ListFields()} == found._asdict()
 
 
 def test_what_follows_a_step_is_computing_of_the_next() -> None:
