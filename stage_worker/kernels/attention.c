@@ -1,37 +1,11 @@
-/* Float32 attention over the paged cache, where it lies. */
+/* Float32 attention of decode rows over the paged cache, where it lies. */
+#include "cache.h"
 #include "kernels.h"
 #include "vector.h"
 
-/* ---- attention of decode rows over the paged cache ------------------------------------------ */
-
-/* Positions at a time: their scores stay in the first-level cache. */
-#define SPAN 64
 #define MAX_GROUP 32
 /* Query heads at a time; a group at least. */
 #define MAX_HEADS 64
-
-typedef struct {
-    const float *keys, *values;
-    const int64_t *table;
-    int64_t length, block_size, kv_heads, dim;
-    int group; /* query heads of one KV head */
-} sequence;
-
-/* Where keys or values of `count` positions from `start` lie, of all KV heads from this one on. */
-static void locate(const sequence *s, const float *cache, int64_t kv_head, int64_t start,
-                   int64_t count, const float **to) {
-    int64_t width = s->kv_heads * s->dim, block = start / s->block_size, inside = start % s->block_size;
-    const float *from = cache + kv_head * s->dim;
-    for (int64_t t = 0; t < count; block++, inside = 0) {
-        const float *next = from + (s->table[block] * s->block_size + inside) * width;
-        for (; inside < s->block_size && t < count; inside++, next += width)
-            to[t++] = next;
-    }
-}
-
-static inline int64_t span_end(const sequence *s, int64_t start) {
-    return s->length - start < SPAN ? s->length - start : SPAN;
-}
 
 /* H query heads q [H][dim] of one KV head against LANES keys [dim] -> LANES products of each, SPAN
  * apart. As much of `soon` is fetched. */
@@ -229,125 +203,4 @@ void stagemesh_decode_attention(const float *qkv, int64_t width, const int64_t *
     }
 }
 
-/* ---- attention of prompt chunks over the paged cache ----------------------------------------- */
-
-/* Query rows (queries times heads of a group) at a time; with their scores and sums they stay in
- * the second-level cache while all keys and values pass by. */
-#define TILE_ROWS 192
-#define MAX_DIM 256
-
-typedef struct {
-    float q[TILE_ROWS * MAX_DIM], out[TILE_ROWS * MAX_DIM], scores[TILE_ROWS * SPAN];
-    float part[ROWS * PANEL], best[TILE_ROWS], total[TILE_ROWS];
-    float keys[SPAN * MAX_DIM], values[SPAN * MAX_DIM]; /* in panels */
-} tile;
-
-/* Keys of positions from `start` as panels [SPAN / PANEL][dim][PANEL], values as panels
- * [dim / PANEL][SPAN][PANEL]; both 0 behind the end. */
-static void gather(tile *t, const sequence *s, int64_t kv_head, int64_t start) {
-    static const float zeros[MAX_DIM];
-    const float *keys[SPAN], *values[SPAN];
-    int64_t dim = s->dim, count = span_end(s, start);
-    locate(s, s->keys, kv_head, start, count, keys);
-    locate(s, s->values, kv_head, start, count, values);
-    for (int64_t i = count; i < SPAN; i++)
-        keys[i] = values[i] = zeros;
-    for (int64_t i = 0; i < SPAN; i += LANES) {
-        float *column = t->keys + i / PANEL * PANEL * dim + i % PANEL;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            vec square[LANES];
-            for (int l = 0; l < LANES; l++)
-                square[l] = *(const vec *)(keys[i + l] + d);
-            transpose(square);
-            for (int l = 0; l < LANES; l++)
-                *(vec *)(column + (d + l) * PANEL) = square[l];
-        }
-    }
-    for (int64_t i = 0; i < SPAN; i++)
-        for (int64_t d = 0; d < dim; d += PANEL)
-            for (int l = 0; l < PANEL; l += LANES)
-                *(vec *)(t->values + d * SPAN + i * PANEL + l) = *(const vec *)(values[i] + d + l);
-}
-
-/* `rows` rows of the tile, of which row r is the query at position first + r / group. */
-static void attend_tile(tile *t, const sequence *s, int64_t kv_head, int rows, int64_t first) {
-    static const float zeros[PANEL];
-    int64_t dim = s->dim, last = first + (rows - 1) / s->group;
-    memset(t->out, 0, (size_t)rows * (size_t)dim * sizeof(float));
-    for (int r = 0; r < rows; r++) {
-        t->best[r] = -__builtin_inff();
-        t->total[r] = 0.0f;
-    }
-    for (int64_t start = 0; start <= last; start += SPAN) {
-        gather(t, s, kv_head, start);
-        /* Rows before the span see nothing of it: the diagonal. */
-        int from = start > first ? (int)(start - first) * s->group : 0;
-        for (int r = from; r < rows; r += ROWS) {
-            int count = rows - r < ROWS ? rows - r : ROWS;
-            for (int p = 0; p < SPAN; p += PANEL)
-                panel(count, t->q + r * dim, (size_t)dim, t->keys + p * dim, zeros,
-                      t->scores + r * SPAN + p, SPAN, t->keys, 0);
-        }
-        for (int r = from; r < rows; r++) {
-            int64_t seen = first + r / s->group + 1 - start;
-            soften(t->scores + r * SPAN, seen < SPAN ? seen : SPAN, t->best + r, t->total + r,
-                   t->out + r * dim, dim);
-        }
-        for (int r = from; r < rows; r += ROWS) {
-            int count = rows - r < ROWS ? rows - r : ROWS;
-            for (int64_t d = 0; d < dim; d += PANEL) {
-                panel(count, t->scores + r * SPAN, SPAN, t->values + d * SPAN, zeros, t->part,
-                      PANEL, t->values, 0);
-                for (int m = 0; m < count; m++) {
-                    float *to = t->out + (r + m) * dim + d;
-                    for (int i = 0; i < PANEL; i += LANES)
-                        *(vec *)(to + i) += *(vec *)(t->part + m * PANEL + i);
-                }
-            }
-        }
-    }
-}
-
-/* The `count` rows of qkv [.., width] are the queries at positions first, first + 1 ... of a
- * sequence with this block table, whose keys and values are in the cache; each attends what is not
- * behind it. -> y [count, heads, dim]. Returns 0, or -1 where there is no memory. */
-int stagemesh_prompt_attention(const float *qkv, int64_t width, int64_t count, int64_t first,
-                               int64_t heads, int64_t kv_heads, int64_t dim, const float *keys,
-                               const float *values, int64_t block_size, const int64_t *table,
-                               float scale, float *y, int threads) {
-    int group = (int)(heads / kv_heads), failed = 0;
-    int64_t queries = TILE_ROWS / group, tiles = (count + queries - 1) / queries;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        tile *t = malloc(sizeof(tile));
-        if (t == NULL)
-            failed = 1;
-#pragma omp for schedule(dynamic)
-        for (int64_t unit = 0; unit < tiles * kv_heads; unit++) {
-            int64_t kv_head = unit / tiles, start = unit % tiles * queries;
-            int64_t taken = count - start < queries ? count - start : queries;
-            sequence s = {keys,       values,   table, first + count,
-                          block_size, kv_heads, dim,   group};
-            if (t == NULL)
-                continue;
-            for (int64_t r = 0; r < taken * group; r++) {
-                const float *q = qkv + (start + r / group) * width +
-                                 (kv_head * group + r % group) * dim;
-                for (int64_t i = 0; i < dim; i += LANES)
-                    *(vec *)(t->q + r * dim + i) = *(const vec *)(q + i) * scale;
-            }
-            attend_tile(t, &s, kv_head, (int)(taken * group), first + start);
-            for (int64_t r = 0; r < taken * group; r++) {
-                float *to = y + ((start + r / group) * heads + kv_head * group + r % group) * dim;
-                float inverse = 1.0f / t->total[r];
-                for (int64_t i = 0; i < dim; i += LANES)
-                    *(vec *)(to + i) = *(vec *)(t->out + r * dim + i) * inverse;
-            }
-        }
-        free(t);
-    }
-    return failed ? -1 : 0;
-}
-
 int64_t stagemesh_max_group(void) { return MAX_GROUP; }
-int64_t stagemesh_max_dim(void) { return MAX_DIM; }

@@ -23,9 +23,13 @@ from services.models.cache import stagemesh_home
 
 _HERE = Path(__file__).parent
 SOURCES = tuple(
-    _HERE / name for name in ("linear.c", "compact.c", "layers.c", "attention.c", "blocks.c")
+    _HERE / name
+    for name in (
+        *("linear.c", "compact.c", "layers.c"),
+        *("attention.c", "prompt_attention.c", "blocks.c"),
+    )
 )
-_HEADERS = tuple(_HERE / name for name in ("vector.h", "weights.h", "kernels.h"))
+_HEADERS = tuple(_HERE / name for name in ("vector.h", "weights.h", "cache.h", "kernels.h"))
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_SECONDS = 60.0
 _BASE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")

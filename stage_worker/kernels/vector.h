@@ -14,7 +14,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* ---- the product that everything is made of ------------------------------------------------ */
+/* ---- what products are made of -------------------------------------------------------------- */
 
 /* A panel is PANEL output features, stored input feature by input feature: [in][PANEL]. */
 #define PANEL (2 * LANES)
@@ -22,11 +22,12 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 /* The PANEL features of one input, or of one sum: a register where there are such, else two. ROWS
  * is how many rows share a weight. */
 #ifdef __AVX512F__
-#define ROWS 8 /* With more, their inputs leave the first-level cache (measured on Zen 4). */
+#define ROWS 8
 typedef float row __attribute__((vector_size(4 * PANEL), aligned(4), may_alias));
 static inline row load(const float *from) { return *(const row *)from; }
 static inline void store(float *to, row r) { *(row *)to = r; }
 static inline row times_plus(row w, float x, row sum) { return w * x + sum; }
+static inline row nothing(void) { return (row){0}; }
 #else
 #ifdef __aarch64__
 #define ROWS 8
@@ -46,34 +47,12 @@ static inline void store(float *to, row r) {
 static inline row times_plus(row w, float x, row sum) {
     return (row){w.low * x + sum.low, w.high * x + sum.high};
 }
+static inline row nothing(void) { return (row){{0}, {0}}; }
 #endif
 
-/* `soon` is where the next panel begins to be fetched from, `step` floats for each input: several
- * passes over one panel share the fetching of the next, so that memory is never idle. */
 #define UNROLL _Pragma("GCC unroll 8")
-#define DEFINE_PANEL(M)                                                                           \
-    static void panel_##M(const float *x, size_t in, const float *w, const float *bias, float *y, \
-                          size_t stride, const float *soon, size_t step) {                        \
-        row sums[M];                                                                              \
-        UNROLL for (int m = 0; m < M; m++) sums[m] = load(bias);                                  \
-        for (size_t k = 0; k < in; k++) {                                                         \
-            row weights = load(w + k * PANEL);                                                    \
-            __builtin_prefetch(soon + k * step, 0, 2);                                            \
-            UNROLL for (int m = 0; m < M; m++)                                                    \
-                sums[m] = times_plus(weights, x[m * in + k], sums[m]);                            \
-        }                                                                                         \
-        UNROLL for (int m = 0; m < M; m++) store(y + m * stride, sums[m]);                        \
-    }
 /* DO(M) for every number of rows that there may be at a time. */
 #define EVERY_COUNT(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8)
-EVERY_COUNT(DEFINE_PANEL)
-
-#define CASE_PANEL(M) \
-    case M: panel_##M(x, in, w, bias, y, stride, soon, step); break;
-static inline void panel(int rows, const float *x, size_t in, const float *w, const float *bias,
-                         float *y, size_t stride, const float *soon, size_t step) {
-    switch (rows) { EVERY_COUNT(CASE_PANEL) }
-}
 
 /* ---- functions of vectors ------------------------------------------------------------------- */
 

@@ -27,6 +27,7 @@ from stage_worker.platforms.cpu import CpuPlatform
 CPU = torch.device("cpu")
 TORCH = TorchOperators()
 PRODUCT = "matrix product"
+PROMPTS = "prompt attention"
 BLOCKS = "blocks in one call"
 
 
@@ -273,7 +274,6 @@ class TestLibrary:
             ("linear.c", "floats_##M(x, in,", "floats_1(x, in,", f"{PRODUCT}, 2 rows"),
             ("linear.c", "[(k + i) * rows + m] = x", "[(k + i) * rows] = x", f"{PRODUCT}, 2 rows"),
             ("linear.c", "codes_##M(x, in,", "codes_1(x, in,", f"{PRODUCT} with codes, 2 rows"),
-            ("vector.h", "case M: panel_##M(", "case M: panel_1(", "prompt attention"),
             (
                 "weights.h",
                 "(codes), scale, minus)",
@@ -286,7 +286,8 @@ class TestLibrary:
             ("layers.c", "(c + i) + b *", "(c + i) - b *", "rotation, keys in the cache"),
             ("layers.c", "slots[row] * kv, x,", "slots[row] * kv, x - kv,", "values in the cache"),
             ("attention.c", "case 3: mix_3(", "case 3: mix_2(", "decode attention"),
-            ("attention.c", "/ s->group + 1 - start", "/ s->group + 2 - start", "prompt attention"),
+            ("prompt_attention.c", "(start + p - first)", "(start + p - 1 - first)", PROMPTS),
+            ("prompt_attention.c", "case M: mix_##M(", "case M: mix_1(", PROMPTS),
             ("blocks.c", "add(hidden, b, numbers)", "add(hidden, a, numbers)", BLOCKS),
             ("blocks.c", "&one->mlp_norm", "&one->input_norm", BLOCKS),
         ],
