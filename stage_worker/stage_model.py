@@ -214,6 +214,8 @@ class StageModel:
             if layer not in self._caches:
                 keys, values = (self._platform.zeros(shape, self.dtype, self.device) for _ in "kv")
                 self._caches[layer] = LayerKVCache(keys, values)
+        caches = self._caches.values()
+        self._platform.cache_allocated([part for c in caches for part in (c.keys, c.values)])
 
     def _fuse(self) -> FusedBlocks | None:
         blocks = [layer.block for layer in self._layers.values()]

@@ -4,6 +4,7 @@ through `torch.accelerator`."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -77,6 +78,9 @@ class AcceleratorPlatform:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
+
+    def cache_allocated(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
 
     def memory_peak_bytes(self) -> int:
         # Which device is current is a matter of the thread, and the heartbeat's has set none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -109,6 +110,10 @@ class Platform(Protocol):
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A large zeroed tensor, such as a KV cache."""
+        ...
+
+    def cache_allocated(self, tensors: Sequence[Tensor]) -> None:
+        """All that `zeros` has made for the KV cache."""
         ...
 
     def memory_peak_bytes(self) -> int:

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from stage_worker.layers.linear import packing_works
 from stage_worker.layers.operators import Operators, TorchOperators
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.platforms.base import Model
+from stage_worker.platforms.prefault import prefault
 from stage_worker.stage_model import StageModel
 from stagemesh.v1 import stage_worker_pb2
 
@@ -72,6 +74,9 @@ class CpuPlatform:
         # writes all of them (10 s for 4 GB on a busy two-core machine) and holds them.
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+    def cache_allocated(self, tensors: Sequence[torch.Tensor]) -> None:
+        prefault(tensors)
 
     def memory_peak_bytes(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
