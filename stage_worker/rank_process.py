@@ -41,11 +41,12 @@ RANK_COMMAND = (sys.executable, "-m", "stage_worker.rank_main")
 RANK_ENVIRONMENT = {
     # Torch's C++ side warns about host names that nobody needs here.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # On a CPU weights and cache are read from pages of 2 MB where the kernel gives them on request:
-    # with pages of 4 kB a step of a few rows waits for their addresses (docs/decisions/019). What
-    # steps allocate comes from memory that is kept, where glibc would map and clear it each time.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=67108864:"
-    "glibc.malloc.trim_threshold=268435456",
+    # On a CPU weights are read from pages of 2 MB where the kernel gives them on request: with
+    # pages of 4 kB a step of a few rows waits for their addresses (docs/decisions/019). What steps
+    # allocate comes from memory that is kept, where glibc would map and clear it each time; larger
+    # things go back as soon as they are freed. (Older glibc refuses a threshold above 32 MB.)
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8388608:"
+    "glibc.malloc.trim_threshold=67108864",
 }
 """Unless the worker's own says otherwise."""
 

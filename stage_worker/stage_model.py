@@ -118,6 +118,7 @@ class StageModel:
     ) -> stage_worker_pb2.RankReport:
         """Keeps, loads and drops; see `StageRunner.apply_plan`."""
         old = self._plan
+        self._platform.cache_changes()
         if _basis(old) != _basis(plan):
             # Read first: a plan that cannot be reached leaves the old one as it was.
             facts, context = read_model_facts(Path(plan.model_path)), self._new_context(plan)
@@ -210,12 +211,14 @@ class StageModel:
         if plan.num_blocks == 0:
             return
         shape = (plan.num_blocks, plan.block_size, self._num_kv_heads, self.facts.head_dim)
+        made: list[Tensor] = []
         for layer in self._wanted_layers():
             if layer not in self._caches:
                 keys, values = (self._platform.zeros(shape, self.dtype, self.device) for _ in "kv")
                 self._caches[layer] = LayerKVCache(keys, values)
-        caches = self._caches.values()
-        self._platform.cache_allocated([part for c in caches for part in (c.keys, c.values)])
+                made += (keys, values)
+        if made:
+            self._platform.cache_allocated(made)
 
     def _fuse(self) -> FusedBlocks | None:
         blocks = [layer.block for layer in self._layers.values()]

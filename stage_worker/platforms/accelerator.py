@@ -79,6 +79,9 @@ class AcceleratorPlatform:
     ) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def cache_changes(self) -> None:
+        pass
+
     def cache_allocated(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 

@@ -112,8 +112,12 @@ class Platform(Protocol):
         """A large zeroed tensor, such as a KV cache."""
         ...
 
+    def cache_changes(self) -> None:
+        """Tensors that `zeros` has made may be dropped from now on."""
+        ...
+
     def cache_allocated(self, tensors: Sequence[Tensor]) -> None:
-        """All that `zeros` has made for the KV cache."""
+        """The KV cache is there; these tensors of it are new."""
         ...
 
     def memory_peak_bytes(self) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import mmap
 import os
 import resource
 import sys
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from services.launch.memory import host_memory
@@ -20,7 +21,7 @@ from stage_worker.layers.linear import packing_works
 from stage_worker.layers.operators import Operators, TorchOperators
 from stage_worker.layers.tensor_parallel import TensorParallel
 from stage_worker.platforms.base import Model
-from stage_worker.platforms.prefault import prefault
+from stage_worker.platforms.prefault import Prefault
 from stage_worker.stage_model import StageModel
 from stagemesh.v1 import stage_worker_pb2
 
@@ -39,6 +40,9 @@ class CpuPlatform:
     collective_backend = "gloo"
     needs_weights = True
     runs_ahead = False
+
+    def __init__(self) -> None:
+        self._prefault = Prefault()
 
     def device_count(self) -> int:
         return os.cpu_count() or 1
@@ -70,13 +74,24 @@ class CpuPlatform:
     def zeros(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        # numpy asks for zeroed pages, which the kernel gives on first touch; torch.zeros
-        # writes all of them (10 s for 4 GB on a busy two-core machine) and holds them.
+        # Zeroed pages of its own, which the kernel gives on first touch and gets back as soon as
+        # the tensor is dropped. torch.zeros writes all of them (10 s for 4 GB on a busy two-core
+        # machine) and holds them, and so does numpy where malloc has freed memory of that size.
         num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        if num_bytes == 0:
+            return torch.zeros(shape, dtype=dtype)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A kernel without large pages refuses.
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+    def cache_changes(self) -> None:
+        self._prefault.cancel()
 
     def cache_allocated(self, tensors: Sequence[torch.Tensor]) -> None:
-        prefault(tensors)
+        self._prefault.begin(tensors)
 
     def memory_peak_bytes(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -19,45 +19,67 @@ from torch import Tensor
 log = logging.getLogger("stagemesh.rank")
 
 MOST_BYTES = 512 << 20
-"""Of a rank: some twenty thousand tokens of a small model. The rest comes when it is used, so that
-a laptop keeps it for other programs until then."""
+"""Of a rank: some twenty thousand tokens of a small model."""
+MOST_SHARE = 0.25
+"""Of the cache. The rest comes when it is used, so that a laptop keeps it for others until then."""
 PIECE_BYTES = 2 << 20
 """A large page."""
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later."""
-_NICENESS = 19
-"""Whoever computes goes first."""
 
 
-def prefault(tensors: Sequence[Tensor], most_bytes: int = MOST_BYTES) -> threading.Thread | None:
-    """Begins to ask for the pages of the first bytes of each tensor, of all alike, beside whatever
-    else this process does; contents stay. Where the system cannot, nothing happens."""
-    if not sys.platform.startswith("linux") or not tensors:
-        return None
-    share = most_bytes // len(tensors)
-    ranges = [(tensor.data_ptr(), min(tensor.nbytes, share)) for tensor in tensors]
-    # The tensors are kept until it is done, so that the ranges stay theirs.
-    thread = threading.Thread(
-        target=_populate, args=(ranges, tensors), name="prefault", daemon=True
-    )
-    thread.start()
-    return thread
+class Prefault:
+    """Asks for pages beside whatever else the process does. Contents stay as they are; where the
+    system cannot, nothing happens."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, tensors: Sequence[Tensor], most_bytes: int = MOST_BYTES) -> None:
+        """Takes the first bytes of each tensor, of all alike. What was begun before is given up."""
+        self.cancel()
+        if not sys.platform.startswith("linux") or not tensors:
+            return
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        share = min(most_bytes, int(num_bytes * MOST_SHARE)) // len(tensors)
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(
+            target=_populate, args=(tensors, share, self._cancelled), name="prefault", daemon=True
+        )
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Lets go of the tensors, after the piece that is being asked for."""
+        self._cancelled.set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it is done."""
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+        return self._thread is None or not self._thread.is_alive()
 
 
-def _populate(ranges: Sequence[tuple[int, int]], kept: Sequence[Tensor]) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    # Releases the interpreter's lock meanwhile.
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
+def _populate(tensors: Sequence[Tensor], share: int, cancelled: threading.Event) -> None:
+    try:
+        # Releases the interpreter's lock while it works.
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError) as error:
+        log.debug("pages are not given ahead: %s", error)
+        return
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for start, size in _pieces(ranges):
+    for start, size in _pieces(tensors, share):
+        if cancelled.is_set():
+            return
         if madvise(start, size, _MADV_POPULATE_WRITE) != 0:
             log.debug("pages are not given ahead: %s", os.strerror(ctypes.get_errno()))
             return
 
 
-def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Whole pages, the first piece of each range, then the second of each."""
+def _pieces(tensors: Sequence[Tensor], share: int) -> Iterator[tuple[int, int]]:
+    """Whole pages, the first piece of each tensor, then the second of each."""
     page = os.sysconf("SC_PAGE_SIZE")
+    ranges = [(tensor.data_ptr(), min(tensor.nbytes, share)) for tensor in tensors]
     for offset in range(0, max(size for _, size in ranges), PIECE_BYTES):
         for start, size in ranges:
             begin = (start + offset) // page * page

@@ -37,6 +37,7 @@ class SimulatedPlatform(CpuPlatform):
     runs_ahead = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._busy_until_ns = 0
         self._usually_late_ns = 0
 
