@@ -233,15 +233,10 @@ class Scheduler:
         """Prompt tokens that may go into the step, one at least if there is budget."""
         limits = self.limits
         budget = limits.max_num_batched_tokens - draft.num_tokens
-        num_decoding = self._num_decoding()
-        if num_decoding:
+        if self._num_decoding():
             num_prompts = len(self._prefilling) + min(len(self._waiting), len(self._free_slots))
-            return min(
-                budget,
-                mixed_prompt_chunk(
-                    self._costs, num_prompts, num_decoding, limits.min_prompt_chunk_tokens
-                ),
-            )
+            chunk = mixed_prompt_chunk(self._costs, num_prompts, limits.min_prompt_chunk_tokens)
+            return min(budget, chunk)
         whole = sum(len(sequence.token_ids) for sequence in self._prefilling)
         pending = sum(sequence.num_unscheduled_tokens for sequence in self._prefilling)
         most = limits.max_num_batched_tokens * draft.free_steps

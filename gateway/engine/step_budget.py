@@ -8,11 +8,11 @@ stages, so a prompt is cut into enough of them to keep that bubble small, but
 not finer than a chunk is worth.
 
 Prompts while others decode. Each step takes the time of its decodes and that of
-its prompt tokens, and whoever decodes waits for both. Of W prompts and D decodes
-prompts may add max(1, 8 W/D) times what a step of decodes alone takes, eight times
-at most. So a long prompt beside eight decodes doubles the time between their tokens,
-and a crowd of prompts is not held up by the few that decode already: these decode
-the better in company.
+its prompt tokens, and whoever decodes waits for both. One prompt may add what a
+step of decodes alone takes, so it doubles the time between the tokens of others at
+most. W prompts wait for each other too, W * W / 2 times a prompt's time together,
+and may add so many times as much, eight times at most: a crowd is not held up by
+the few that decode already, and decodes the better in company.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ LEAST_PROMPT_SHARE = 1.0
 """Time of a step's prompt tokens by the time of its decodes that is always allowed."""
 MOST_PROMPT_SHARE = 8.0
 """However many prompts there are: who decodes gets on in every step."""
-DECODES_PER_PROMPT = 8.0
-"""Decodes that a prompt counts as. One finished sooner joins them, and a step of few decodes is
-nearly as long as one of many: with 1, first and later tokens came 3 to 5 % later on average (two
-stages on a CPU, 1.6 requests of 128 tokens a second), with 100 later ones came 10 % later."""
 NUM_REMEMBERED_STEPS = 15
 """Of each kind. Their median is not moved by a few outliers (a first step, a busy moment)."""
 
@@ -119,13 +115,10 @@ def useful_chunk(costs: StepCosts, default_tokens: int) -> int:
     return default_tokens if tokens is None else max(MIN_LONE_CHUNK_TOKENS, tokens)
 
 
-def mixed_prompt_chunk(
-    costs: StepCosts, num_prompts: int, num_decoding: int, default_tokens: int
-) -> int:
-    """Most prompt tokens of a step while `num_decoding` sequences decode and `num_prompts`
-    have prompts to compute. `default_tokens` holds until steps of both kinds were seen."""
-    share = min(MOST_PROMPT_SHARE, DECODES_PER_PROMPT * num_prompts / num_decoding)
-    share = max(LEAST_PROMPT_SHARE, share)
+def mixed_prompt_chunk(costs: StepCosts, num_prompts: int, default_tokens: int) -> int:
+    """Most prompt tokens of a step while some sequences decode and `num_prompts` have prompts to
+    compute. `default_tokens` holds until steps of both kinds were seen."""
+    share = max(LEAST_PROMPT_SHARE, min(MOST_PROMPT_SHARE, num_prompts**2 / 2))
     tokens = costs.tokens_beside_decodes(share)
     return max(MIN_MIXED_CHUNK_TOKENS, default_tokens if tokens is None else tokens)
 
