@@ -18,7 +18,10 @@ from stagemesh.v1 import rank_pb2, stage_worker_pb2
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A step of 8,192 tokens with a full history takes well under 1 MB; more is a bug, not work."""
-
+MAX_STEPS_OF_A_REQUEST = 256
+"""A gateway gathers at most the steps in flight: one for each stage, of which there are no more
+than layers, and a few (`services.ranges.MAX_BATCH_DEPTH`). An empty step takes two bytes of a
+request and a hundred times as much as a frame."""
 
 _MESSAGE = 2
 """Wire type of a field that is a message."""
@@ -51,12 +54,20 @@ def step_frames(request: bytes) -> bytes:
 
     `RankCommand.step` has the number of `ExecuteRequest.step`, so the bytes of each step are
     those of a command, and nobody parses them on the way. Raises `FrameError` unless they are one
-    step, any further ones, and nothing else: no other command can come in by this door.
+    step, further ones up to `MAX_STEPS_OF_A_REQUEST` in all, and nothing else: no other command
+    can come in by this door.
     """
     frames: list[bytes] = []
+    num_steps = 0
     start, tag = 0, _STEP_TAG
     while start < len(request) or not frames:
         end = _field_end(request, start, tag)
+        num_steps += 1
+        if num_steps > MAX_STEPS_OF_A_REQUEST:
+            raise FrameError(
+                f"a request of {len(request)} bytes holds more than {MAX_STEPS_OF_A_REQUEST} steps "
+                "(step and further_steps): send fewer at a time"
+            )
         frames += (_LENGTH.pack(end - start), _STEP_KEY, request[start + 1 : end])
         start, tag = end, _FURTHER_STEP_TAG
     return b"".join(frames)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import tracemalloc
 
 import pytest
 
@@ -66,6 +67,25 @@ NO_STEPS = {
 def test_no_other_command_passes_as_a_step(request_bytes: bytes) -> None:
     with pytest.raises(ipc.FrameError, match="is not steps alone"):
         ipc.step_frames(request_bytes)
+
+
+def test_a_request_of_too_many_steps_is_refused_before_they_are_taken() -> None:
+    """A step without anything in it is two bytes: 2 MB of them were a million frames."""
+    empty = stage_worker_pb2.ExecuteRequest(step=step_pb2.Step()).SerializeToString()
+    further = stage_worker_pb2.ExecuteRequest(further_steps=[step_pb2.Step()]).SerializeToString()
+    most = empty + further * (ipc.MAX_STEPS_OF_A_REQUEST - 1)
+    step = ipc.encode(rank_pb2.RankCommand(step=step_pb2.Step()))
+    assert ipc.step_frames(most) == step * ipc.MAX_STEPS_OF_A_REQUEST
+    million = empty + further * 999_999
+    tracemalloc.start()
+    try:
+        for request in (most + further, million):
+            with pytest.raises(ipc.FrameError, match="holds more than 256 steps"):
+                ipc.step_frames(request)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1_000_000
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read() -> None:
