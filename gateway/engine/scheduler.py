@@ -7,8 +7,8 @@
   (`step_budget`: how much of each). The order of service is that of arrival, or
   of priority (`waiting_queue`).
 * As many steps as there are stages travel through them at a time, and with
-  `async_batch_depth` so many more. The chunks of a prompt follow each other
-  without waiting for a result.
+  `async_batch_depth` so many more while no prompt is computed or waits. The chunks
+  of a prompt follow each other without waiting for a result.
 * With `async_scheduling` there is one step more: a sequence's next decode is sent
   while its token is still being sampled, as a reference that the first stage
   replaces with what the last one hands it. So no stage waits for the way over the
@@ -221,13 +221,24 @@ class Scheduler:
     def _num_decoding(self) -> int:
         return len(self._running) - len(self._prefilling)
 
+    def _num_batches(self) -> int:
+        """Batches that travel at a time now; those beyond it that are on their way just end.
+
+        A later stage posts the receive of every step that it was given, of up to
+        `max_num_batched_tokens` x hidden with prompts, which the memory plan does not count. So
+        batches beyond one for each stage are for decodes alone, which are small.
+        """
+        if self._prefilling or self._waiting:
+            return self.limits.num_stages
+        return self.limits.num_batches
+
     def _most_in_flight(self) -> int:
         # With one step more than there are batches, the first stage has its next one before the
         # gateway has heard of the last. Chunks of prompts lose nothing by queueing up; decodes do,
         # unless they are sent ahead: a batch more would make all of them smaller.
         if self._num_decoding() == 0 or self.limits.async_scheduling:
-            return self.limits.num_batches + 1
-        return self.limits.num_batches
+            return self._num_batches() + 1
+        return self._num_batches()
 
     def _prompt_quota(self, draft: StepDraft) -> int:
         """Prompt tokens that may go into the step, one at least if there is budget."""
@@ -257,7 +268,7 @@ class Scheduler:
         ready = [sequence for sequence in self._ready if _can_decode(sequence, latest)]
         if not ready:
             return
-        num_batches = self.limits.num_batches
+        num_batches = self._num_batches()
         free_batches = max(1, num_batches - len(self._in_flight))
         quota = min(
             decode_quota(len(ready), self._num_decoding(), free_batches, num_batches),
@@ -275,8 +286,8 @@ class Scheduler:
     def _steps_of_a_round(self) -> int:
         """After so many, a decode does not keep others waiting that could run."""
         if self._prefilling or self._waiting:
-            return self.limits.num_batches
-        return min(self.limits.num_batches, self._num_decoding())
+            return self._num_batches()
+        return min(self._num_batches(), self._num_decoding())
 
     def _add_prompt_chunks(self, draft: StepDraft) -> None:
         if not self._prefilling and not self._waiting:

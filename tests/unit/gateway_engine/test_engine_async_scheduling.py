@@ -106,6 +106,59 @@ def test_more_batches_only_let_requests_wait_longer() -> None:
     assert times[4] == pytest.approx(2 * times[0], rel=0.05)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_batches_beyond_the_stages_are_for_decodes_alone(ahead: bool) -> None:
+    """With prompts every step in flight can be large, and later stages have its receive posted."""
+    sim = simulation(2, ahead=ahead, extra=3)
+    most = 2 + 3 + ahead
+    add(sim, 20, max_tokens=200)
+    for _ in range(20):
+        sim.pump()
+        sim.finish_next()
+    sim.pump()
+    assert sim.scheduler.num_steps_in_flight == most
+    long = new_sequence(prompt_of(4096, seed=99), 1)
+    sim.scheduler.add(long)
+    # What is on its way just ends.
+    assert sim.pump() == []
+    while long.num_unscheduled_tokens > 1:
+        sim.finish_next()
+        before = sim.scheduler.num_steps_in_flight
+        sim.pump()
+        assert sim.scheduler.num_steps_in_flight <= max(before, 2 + ahead)
+    while long.status is not SequenceStatus.FINISHED:
+        sim.finish_next()
+        sim.pump()
+    assert_right(long)
+    # All that decode share two batches with its chunks.
+    mixed = [len(scheduled.rows) for scheduled in sim.scheduled if scheduled.num_prompt_tokens]
+    assert set(mixed[1:]) == {10 + 1}
+    for _ in range(20):
+        sim.finish_next()
+        sim.pump()
+    assert sim.scheduler.num_steps_in_flight == most
+    sizes = [len(scheduled.rows) for scheduled in sim.scheduled[-10:]]
+    assert set(sizes) == {4}, "the batches are even again"
+
+
+def test_a_prompt_that_waits_for_a_slot_keeps_the_depth_down_as_well() -> None:
+    sim = simulation(2, extra=3)
+    *_, last = add(sim, 65, max_tokens=20)
+    for _ in range(10):
+        sim.pump()
+        assert last.status is SequenceStatus.WAITING
+        assert sim.scheduler.num_steps_in_flight == 2 + 1
+        sim.finish_next()
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+def test_chunks_of_a_prompt_alone_queue_up_by_one(extra: int) -> None:
+    sim = simulation(2, extra=extra)
+    sim.scheduler.add(new_sequence(prompt_of(4096), 1))
+    sim.pump()
+    assert sim.scheduler.num_steps_in_flight == 2 + 1
+
+
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_one_request_alone_does_not_wait_for_the_gateway(num_stages: int, extra: int) -> None:
