@@ -17,8 +17,9 @@ from torch import Tensor
 from stage_worker.pending_receive import NOTHING, PendingReceive
 from stagemesh.v1 import step_pb2
 
-KEPT_STEPS = 128
-"""How far back a reference may reach. A gateway refers to steps in flight, which are far fewer."""
+KEPT_STEPS = 256
+"""How far back a reference may reach. A gateway refers to steps in flight: as many as stages, which
+are at most the layers, with `services.ranges.MAX_BATCH_DEPTH` and one on top."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ from stagemesh.v1 import stage_worker_pb2, step_pb2
 FIRST_CAUSE_WAIT_SECONDS = 1.0
 """How long an echo waits for the failure that caused it. Part of the 3 s in which
 clients learn of a failure."""
-MAX_UNSENT_STEPS = 128
+MAX_UNSENT_STEPS = 256
+"""Requests to a stage. No more steps than are in flight: as many as stages, which are at most the
+layers, with `services.ranges.MAX_BATCH_DEPTH` and one on top."""
 WATCH_INTERVAL_SECONDS = 0.5
 OWN_STALL_SECONDS = 0.5
 """A later look says that the event loop did not run: answers are yet to be read."""
