@@ -113,13 +113,10 @@ class MeshPipeline:
         self._serialized[step_id] = stage_worker_pb2.ExecuteRequest(step=step).SerializeToString()
         self._held.add(step_id, is_alike=num_tokens == len(step.rows))
         self._release()
-        now = asyncio.get_running_loop().time()
-        self._sent_at.append(now)
-        self._progress.given(step_id, now)
+        self._sent_at.append(asyncio.get_running_loop().time())
         self._num_tokens[step_id] = num_tokens
         # Stages are never further apart than this.
         self._num_tokens.pop(step_id - MAX_UNREAD_RESULTS, None)
-        self._sent.set()
 
     async def next_result(self) -> step_pb2.StepResult:
         """The last stage's next result. Raises `StageFailed` with the first cause."""
@@ -136,12 +133,16 @@ class MeshPipeline:
         requests: dict[range, bytes] = {}
         due = {pp_rank: self._held.release(pp_rank) for pp_rank in range(self.num_stages)}
         given_to_all = self._held.given_to_all
+        now = asyncio.get_running_loop().time()
         for stage, queue in zip(self._stages, self._unsent, strict=True):
-            if not (steps := due[stage.placement.pp_rank]):
+            pp_rank = stage.placement.pp_rank
+            if not (steps := due[pp_rank]):
                 continue
             if steps not in requests:
                 requests[steps] = _together([self._serialized[step_id] for step_id in steps])
             queue.put_nowait(requests[steps])
+            self._progress.given(pp_rank, self._held.given(pp_rank), now)
+            self._sent.set()
         while self._serialized and (oldest := next(iter(self._serialized))) <= given_to_all:
             del self._serialized[oldest]
 
@@ -223,7 +224,6 @@ class MeshPipeline:
     def _refuse_out_of_turn(self, pp_rank: int, result: step_pb2.StepResult) -> None:
         """Raises `StageFailed` for an answer to other steps than those that are due."""
         due = self._progress.open_steps(pp_rank)
-        due = range(due.start, min(due.stop, self._held.given(pp_rank) + 1))
         first = result.step_id - len(result.earlier_clocks)
         # What the last stage has sampled comes step by step.
         together = pp_rank < self._last_pp_rank or first == result.step_id

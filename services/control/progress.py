@@ -1,8 +1,9 @@
 """How far each stage is, and on what it waits: facts and words. Pure.
 
-A step goes to every stage at once, and each answers it in order. So what a stage waits for
-follows from who has answered what: the stage that is furthest behind holds the step, and
-those after it wait for its activations.
+Every stage is given every step, later stages some of them later, and answers them in order. The
+step that the last stage is to do next is always with all of them. So what a stage waits for follows
+from who was given and has answered what: of those that have work, the one that is furthest behind
+holds the step, and those after it wait for its activations.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class StageProgress:
     dp_rank: int
     pp_rank: int
     sent_step_id: int
-    """Last step that it was given; 0 before the first."""
+    """Last step that it was given, which earlier stages may be past; 0 before the first."""
     done_step_id: int
     """Last step that it has answered; 0 before the first."""
     silent_seconds: float
@@ -44,16 +45,15 @@ class ProgressTable:
 
     def __init__(self, dp_rank: int, pp_ranks: Iterable[int]) -> None:
         self._dp_rank = dp_rank
-        self._sent = 0
         self._done = dict.fromkeys(sorted(pp_ranks), 0)
+        self._sent = dict.fromkeys(self._done, 0)
         self._moved_at = dict.fromkeys(self._done, 0.0)
 
-    def given(self, step_id: int, now: float) -> None:
-        """Every stage has been given a step."""
-        for pp_rank, done in self._done.items():
-            if done >= self._sent:  # It had nothing to do until now.
-                self._moved_at[pp_rank] = now
-        self._sent = step_id
+    def given(self, pp_rank: int, step_id: int, now: float) -> None:
+        """A stage has been given all steps up to this one."""
+        if self._done[pp_rank] >= self._sent[pp_rank]:  # It had nothing to do until now.
+            self._moved_at[pp_rank] = now
+        self._sent[pp_rank] = step_id
 
     def answered(self, pp_rank: int, step_id: int, now: float) -> None:
         """A stage has answered a step."""
@@ -62,7 +62,7 @@ class ProgressTable:
 
     def open_steps(self, pp_rank: int) -> range:
         """The steps that a stage has been given and has not answered."""
-        return range(self._done[pp_rank] + 1, self._sent + 1)
+        return range(self._done[pp_rank] + 1, self._sent[pp_rank] + 1)
 
     def forgive(self, now: float) -> None:
         """Counts every stage as having just moved: it was this side that did not listen."""
@@ -78,14 +78,16 @@ class ProgressTable:
     def stages(self, now: float) -> tuple[StageProgress, ...]:
         """Every stage, in stage order."""
         return tuple(
-            StageProgress(self._dp_rank, pp_rank, self._sent, done, now - self._moved_at[pp_rank])
-            for pp_rank, done in self._done.items()
+            StageProgress(self._dp_rank, pp_rank, sent, self._done[pp_rank], now - moved_at)
+            for (pp_rank, sent), moved_at in zip(
+                self._sent.items(), self._moved_at.values(), strict=True
+            )
         )
 
 
 def furthest_behind(stages: Sequence[StageProgress]) -> StageProgress | None:
-    """The stage that holds up its replica: the first of those that have answered least. None
-    where nothing is in flight. `stages` are those of one replica."""
+    """The stage that holds up its replica: of those with steps to answer, the first that has
+    answered least. None where no stage has any. `stages` are those of one replica."""
     working = [stage for stage in stages if not stage.is_idle]
     return min(working, key=lambda stage: (stage.done_step_id, stage.pp_rank), default=None)
 
@@ -93,9 +95,9 @@ def furthest_behind(stages: Sequence[StageProgress]) -> StageProgress | None:
 def explain_progress(
     stages: Sequence[StageProgress], doing: Mapping[int, str] | None = None
 ) -> str | None:
-    """Who holds a step, for how long, and who waits on whom, on one line; None where nothing is
-    in flight. `stages` are all stages of one replica; `doing` is what the ranks of a stage say
-    that they do, by PP rank, where that is known."""
+    """Who holds a step, for how long, and who waits on whom, on one line; None where no
+    stage has steps to answer. `stages` are all stages of one replica; `doing` is what the ranks of
+    a stage say that they do, by PP rank, where that is known."""
     holder = furthest_behind(stages)
     if holder is None:
         return None

@@ -332,7 +332,8 @@ def _progress_of(stages: Sequence[StageProgress], doing: Mapping[int, str], pref
             "dump --pid)",
         )
     moving = ", ".join(f"stage {stage.pp_rank} at step {stage.done_step_id}" for stage in stages)
-    return ok(Check.PROGRESS, f"{prefix}{moving}; step {holder.sent_step_id} was given last")
+    last = max(stage.sent_step_id for stage in stages)  # Later stages get steps later.
+    return ok(Check.PROGRESS, f"{prefix}{moving}; step {last} was given last")
 
 
 def _stage(placement: topology_pb2.Placement) -> str:

@@ -51,6 +51,11 @@ class ScriptedMesh:
         self.now = 0.0
         self.reason = ""
 
+    def give(self, step_id: int) -> None:
+        """To every stage, at time 0."""
+        for pp_rank in range(SHAPE.pp_size):
+            self.table.given(pp_rank, step_id, now=0.0)
+
     def progress(self) -> Sequence[StageProgress]:
         return self.table.stages(self.now)
 
@@ -147,7 +152,7 @@ async def test_links_and_clocks_are_measured() -> None:
 
 async def test_a_step_that_hangs_is_explained_by_the_head() -> None:
     mesh = ScriptedMesh()
-    mesh.table.given(1, now=0.0)
+    mesh.give(1)
     mesh.table.answered(0, 1, now=0.5)
     mesh.now = 13.0
     async with head(mesh) as (control, port), worker() as first, worker() as second:
@@ -333,7 +338,7 @@ async def test_the_command_asks_the_head(capfd: pytest.CaptureFixture[str]) -> N
         join(control, first, 0)
         join(control, second, 1)
         assert await doctor(capfd, port) == (0, {})
-        mesh.table.given(1, now=0.0)
+        mesh.give(1)
         mesh.now = 20.0
         code, failed = await doctor(capfd, port)
     assert code == 1

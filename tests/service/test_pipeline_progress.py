@@ -98,23 +98,64 @@ async def test_each_stage_s_last_answer_and_silence() -> None:
         assert all(later - sooner > 0.04 for sooner, later in zip(before, after, strict=True))
 
 
+def send_decodes(made: MeshPipeline, *step_ids: int) -> None:
+    for step_id in step_ids:
+        row = step_pb2.StepRow(token_ids=[1])
+        made.send(step_pb2.Step(epoch=EPOCH, step_id=step_id, rows=[row]))
+
+
+def allow(stages: list[ScriptedStage], *counts: int) -> None:
+    for stage, count in zip(stages, counts, strict=True):
+        for _ in range(count):
+            stage.allowed.release()
+
+
+async def test_a_stage_that_has_answered_all_it_was_given_is_not_stalled() -> None:
+    async with pipeline(4) as (made, stages):
+        send_decodes(made, 1, 2, 3, 4, 5)
+        allow(stages, 5, 5, 4, 0)
+        await until_done(made, 5, 5, 4, 0)
+        found = made.progress()
+        assert [stage.sent_step_id for stage in found] == [5, 5, 4, 3]
+        assert [stage.stalled_seconds > 0 for stage in found] == [False, False, False, True]
+        allow(stages, 0, 0, 0, 2)
+        async with asyncio.timeout(5):
+            for step_id in (1, 2):
+                assert (await made.next_result()).step_id == step_id
+        assert [stage.sent_step_id for stage in made.progress()] == [5] * 4
+
+
+async def test_steps_that_were_held_back_are_watched_once_a_stage_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All stages had answered all they had, and the last results were yet to be taken."""
+    monkeypatch.setattr(stuck_step, "UNKNOWN_SECONDS", 0.3)
+    monkeypatch.setattr(mesh_pipeline, "WATCH_INTERVAL_SECONDS", 0.05)
+    async with pipeline(4) as (made, stages):
+        send_decodes(made, 1, 2, 3, 4, 5)
+        allow(stages, 5, 5, 4, 3)
+        await until_done(made, 5, 5, 4, 3)
+        assert all(stage.is_idle for stage in made.progress())
+        await asyncio.sleep(0.15)
+        async with asyncio.timeout(5):
+            for step_id in (1, 2, 3):
+                assert (await made.next_result()).step_id == step_id
+            with pytest.raises(StageFailed, match="it has done step 3 and holds step 4"):
+                await made.next_result()
+        assert (made.failed_by, made.stuck_stage) == ("STEP_STUCK", 3)
+
+
 async def test_later_stages_are_given_several_steps_at_a_time() -> None:
     """All steps in order, on every stage; the last of four gets three and more together."""
     async with pipeline(4) as (made, stages):
-
-        def send(step_id: int) -> None:
-            row = step_pb2.StepRow(token_ids=[1])
-            made.send(step_pb2.Step(epoch=EPOCH, step_id=step_id, rows=[row]))
-
-        for step_id in range(1, 6):
-            send(step_id)
+        send_decodes(made, *range(1, 6))
         for step_id in range(1, 41):
             for stage in stages:
                 stage.allowed.release()
             async with asyncio.timeout(5):
                 assert (await made.next_result()).step_id == step_id
             if step_id + 5 <= 40:
-                send(step_id + 5)
+                send_decodes(made, step_id + 5)
         for stage in stages:
             given = [each for request in stage.requests for each in request]
             assert given == list(range(1, 41))

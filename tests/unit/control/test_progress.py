@@ -18,6 +18,11 @@ def stages(sent: int, *done: int, silent: float = 12.34) -> list[StageProgress]:
     return [StageProgress(0, pp_rank, sent, each, silent) for pp_rank, each in enumerate(done)]
 
 
+def give(table: ProgressTable, num_stages: int, step_id: int, now: float) -> None:
+    for pp_rank in range(num_stages):
+        table.given(pp_rank, step_id, now)
+
+
 def test_the_stage_that_is_furthest_behind_holds_the_step() -> None:
     assert explain_progress(stages(44, 42, 41, 41)) == (
         "stage 1 has been silent for 12.3 s: it has done step 41 and holds step 42, whose "
@@ -49,8 +54,8 @@ def test_nothing_in_flight_is_nothing_to_explain() -> None:
 
 def test_silence_counts_from_the_last_answer_or_from_new_work() -> None:
     table = ProgressTable(1, {1, 0})
-    table.given(1, now=100.0)
-    table.given(2, now=104.0)
+    give(table, 2, 1, now=100.0)
+    give(table, 2, 2, now=104.0)
     table.answered(0, 1, now=105.0)
     first, second = table.stages(now=110.0)
     assert (first.dp_rank, first.pp_rank, first.sent_step_id, first.done_step_id) == (1, 0, 2, 1)
@@ -58,8 +63,28 @@ def test_silence_counts_from_the_last_answer_or_from_new_work() -> None:
     for pp_rank, step_id in ((0, 2), (1, 1), (1, 2)):
         table.answered(pp_rank, step_id, now=111.0)
     # What lies idle for an hour is not silent when it gets work again.
-    table.given(3, now=3711.0)
+    give(table, 2, 3, now=3711.0)
     assert [stage.silent_seconds for stage in table.stages(now=3712.0)] == [1.0, 1.0]
+
+
+def test_a_stage_that_was_not_given_a_step_yet_has_nothing_to_do() -> None:
+    """Later stages get steps later: one that has answered all it has is not silent."""
+    table = ProgressTable(0, range(3))
+    for pp_rank, step_id in enumerate((5, 4, 3)):
+        table.given(pp_rank, step_id, now=0.0)
+    for pp_rank, step_id in enumerate((4, 4, 2)):
+        table.answered(pp_rank, step_id, now=1.0)
+    assert [list(table.open_steps(pp_rank)) for pp_rank in range(3)] == [[5], [], [3]]
+    found = table.stages(now=31.0)
+    assert [stage.sent_step_id for stage in found] == [5, 4, 3]
+    assert [stage.stalled_seconds for stage in found] == [30.0, 0.0, 30.0]
+    words = explain_progress(found)
+    assert words is not None
+    assert words.startswith("stage 2 ") and "stage 1 waits" not in words
+    # It has the step only from now on.
+    table.given(1, 5, now=31.0)
+    assert table.stages(now=33.0)[1].stalled_seconds == 2.0
+    assert list(table.open_steps(1)) == [5]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(0, 5))
@@ -88,7 +113,7 @@ def test_every_stage_can_be_the_one(pp_rank: int) -> None:
 def test_a_stage_holds_a_step_only_since_those_before_it_have_moved() -> None:
     """Stage 1 was silent while stage 0 computed a long prompt: that was no fault of its own."""
     table = ProgressTable(0, range(2))
-    table.given(1, 0.0)
+    give(table, 2, 1, 0.0)
     table.answered(0, 1, 30.0)
     assert table.held_seconds(1, 31.0) == pytest.approx(1.0)
     assert table.held_seconds(0, 31.0) == pytest.approx(1.0)

@@ -288,6 +288,10 @@ def test_progress_of_a_mesh_that_moves_or_rests() -> None:
         Outcome.OK,
         "stage 0 at step 42, stage 1 at step 41; step 43 was given last",
     )
+    later_stages_get_steps_later = progress(42, 41, sent=43, silent=0.2)
+    later_stages_get_steps_later[0].sent_step_id = 45
+    (moving,) = check_progress(answer(progress=later_stages_get_steps_later))
+    assert moving.what.endswith("; step 45 was given last")
     (rests,) = check_progress(answer(progress=progress(43, 43, sent=43, silent=600.0)))
     assert rests.what == "nothing is in flight; all stages have done step 43"
     (new,) = check_progress(answer(progress=progress(0, 0, sent=0, silent=600.0)))

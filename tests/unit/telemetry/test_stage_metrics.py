@@ -51,7 +51,8 @@ def test_a_stage_that_does_not_move_is_seen() -> None:
     metrics.watch_progress(
         lambda: ((p.dp_rank, p.pp_rank, p.stalled_seconds) for p in table.stages(20.0))
     )
-    table.given(1, 10.0)
+    for pp_rank in (0, 1):
+        table.given(pp_rank, 1, 10.0)
     table.answered(0, 1, 11.0)
     found = samples(registry)
     name = "stagemesh_progress_stalled_seconds"
