@@ -7,7 +7,7 @@
   (`step_budget`: how much of each). The order of service is that of arrival, or
   of priority (`waiting_queue`).
 * As many steps as there are stages travel through them at a time, and with
-  `async_batch_depth` so many more while no prompt is computed or waits. The chunks
+  `async_batch_depth` so many more while no prompt is computed or could begin. The chunks
   of a prompt follow each other without waiting for a result.
 * With `async_scheduling` there is one step more: a sequence's next decode is sent
   while its token is still being sampled, as a reference that the first stage
@@ -228,7 +228,7 @@ class Scheduler:
         `max_num_batched_tokens` x hidden with prompts, which the memory plan does not count. So
         batches beyond one for each stage are for decodes alone, which are small.
         """
-        if self._prefilling or self._waiting:
+        if self._prefilling or (self._waiting and self._free_slots):
             return self.limits.num_stages
         return self.limits.num_batches
 

@@ -206,11 +206,12 @@ def default_partition(
     """The cut of whoever gives none: `even_partition`, as vLLM cuts, except on CPUs.
 
     There a token costs what its weights do, so a small model's LM head is worth many layers (eight
-    of SmolLM2-135M's thirty). It counts half: decoding needs it for every token, a prompt hardly.
+    of SmolLM2-135M's thirty). It counts a third: decoding needs it for every token, a prompt
+    hardly, and most requests have more tokens in their prompt than they get.
     """
     if device != "cpu":
         return even_partition(facts.num_hidden_layers, pp_size)
-    costs = [2 * size for size in layer_bytes(facts, tp_size, "float32")]
+    costs = [3 * size for size in layer_bytes(facts, tp_size, "float32")]
     costs[-1] += _end_costs(facts, tp_size, pp_size, "float32")[1]
     return _balanced(costs, pp_size)
 

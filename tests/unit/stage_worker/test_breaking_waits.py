@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import os
 import signal
 import socket
@@ -107,6 +108,7 @@ def test_connections_from_before_listeners_and_others_are_left_alone() -> None:
             earlier = tcp_connections()
             assert {os.fstat(s.fileno()).st_ino for s in (before, accepted)} <= earlier
             with socket.create_connection(address) as after, server.accept()[0]:
+                gc.collect()  # Else what earlier tests have left may close in between.
                 descriptors = len(os.listdir("/proc/self/fd"))
                 shut_down_connections(but=earlier)
                 assert len(os.listdir("/proc/self/fd")) == descriptors
