@@ -30,8 +30,8 @@ class SchedulerLimits:
     num_stages: int
     """Pipeline-parallel size: as many batches at least travel at a time, or stages are idle."""
     async_batch_depth: int = 0
-    """Batches beyond that while no prompt is computed or waits. They wait in front of stages, and
-    all of them are smaller for it."""
+    """Batches beyond that while no prompt is computed or could begin. They wait in front of
+    stages, and all of them are smaller for it."""
     min_prompt_chunk_tokens: int = MIN_PROMPT_CHUNK_TOKENS
     """Prompts are not cut finer than this to fill idle stages."""
     async_scheduling: bool = True

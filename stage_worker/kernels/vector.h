@@ -1,4 +1,4 @@
-/* What the kernels share: vectors, and products of a few rows with a panel of weights.
+/* What the kernels share: vectors, panels of numbers, functions of vectors.
  *
  * Plain C with the vector extension of GCC and Clang, so that the same source is AVX2, AVX-512 or
  * NEON by the compiler's flags. Every row's sums are added in one order whatever the batch, so a
