@@ -265,8 +265,13 @@ async def test_questions_to_workers_end_with_the_head() -> None:
             channel = create_channel(f"127.0.0.1:{port}")
             stub = control_pb2_grpc.ControlServiceStub(channel)
             # Longer than this doctor waits, the worker is asked.
-            await stub.Diagnose(control_pb2.DiagnoseRequest(), timeout=0.4)
+            doctor = stub.Diagnose(control_pb2.DiagnoseRequest(), timeout=TIMEOUT_SECONDS)
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                while "_ask" not in running_coroutines():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            doctor.cancel()
             await channel.close()
+            await asyncio.sleep(0.05)
             assert "_ask" in running_coroutines()
         assert "_ask" not in running_coroutines()
 

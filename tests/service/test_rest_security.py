@@ -91,7 +91,7 @@ async def test_a_handshake_that_never_ends_is_given_up(
     )
     async with door(gateway, door_security(config)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await asyncio.wait_for(reader.read(), 2) == b""
+        assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
 
 
@@ -113,10 +113,10 @@ async def test_handshakes_that_are_not_gone_on_with_make_room(
         async with httpx.AsyncClient(verify=trust, timeout=5) as http:
             for _ in range(3):
                 assert (await http.get(f"https://127.0.0.1:{port}{PATH}")).status_code == 200
-        assert 0.2 < loop.time() - started < 2
+        assert loop.time() - started > 0.2
         # Two for those who came after the fourth, one for the client.
         for reader, _ in silent[:3]:
-            assert await asyncio.wait_for(reader.read(), 2) == b""
+            assert await asyncio.wait_for(reader.read(), 10) == b""
         for reader, writer in silent[3:]:
             assert not reader.at_eof()
             writer.close()
@@ -195,7 +195,7 @@ async def test_a_head_that_never_ends_is_given_up(
         # A byte now and then does not buy more time.
         writer.write(sent and b"x")
         await asyncio.sleep(0.05)
-    assert await asyncio.wait_for(reader.read(), 2) == b""
+    assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
     assert (await rest.http.get("/health")).status_code == 200
 
@@ -212,7 +212,7 @@ async def test_the_second_request_of_a_connection_has_its_own_time(
     writer.write(request)
     assert b"200" in await asyncio.wait_for(reader.readuntil(b"}"), 2)
     writer.write(request[:20])
-    assert await asyncio.wait_for(reader.read(), 2) == b""
+    assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
 
 
@@ -226,14 +226,14 @@ async def test_a_long_answer_is_no_slow_head(rest: Rest, monkeypatch: pytest.Mon
 async def test_too_many_connections_are_429(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "most_connections", lambda with_tls: 2)
     connections = [await opened(rest) for _ in range(3)]
-    answer = await asyncio.wait_for(connections[2][0].read(), 2)
+    answer = await asyncio.wait_for(connections[2][0].read(), 10)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in head
     assert json.loads(body)["error"]["code"] == "saturated"
     for _, writer in connections[1:]:
         writer.close()
         await writer.wait_closed()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         while True:
             if (await rest.http.get("/health")).status_code == 200:
                 break

@@ -53,7 +53,7 @@ async def test_everything_comes_in_its_stream_s_order(count: int) -> None:
 async def test_a_failure_is_raised_as_it_is_and_closes_all(failure: Exception, count: int) -> None:
     sources = [Source(1, failure), *(Source(1, forever=True) for _ in range(count - 1))]
     with pytest.raises(type(failure)):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(10):
             async for _ in streams(sources):
                 pass
     assert all(source.closed for source in sources)

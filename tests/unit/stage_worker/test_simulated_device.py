@@ -141,15 +141,17 @@ def test_a_step_takes_what_its_cost_says(model: Path) -> None:
     plan.simulated_costs.add(
         fixed_seconds=0.01, per_token_seconds=0.002, per_context_token_seconds=0.001
     )
-    runner = make_runner(plan, device="sim")
-    started = time.monotonic()
     step = step_pb2.Step(epoch=1, step_id=1)
     step.starts.add(slot=0, sampling=step_pb2.SamplingParams(seed=1))
     step.rows.add(slot=0, position=4, token_ids=[1, 2, 3], new_block_ids=[0], num_sampled=1)
-    runner.run(step, ())
-    device_of(runner).synchronize()
-    seconds = time.monotonic() - started
-    assert 0.01 + 3 * 0.002 + 7 * 0.001 <= seconds < 0.1
+    times = []
+    for _ in range(5):  # Other work on the machine makes one long, never short.
+        runner = make_runner(plan, device="sim")
+        started = time.monotonic()
+        runner.run(step, ())
+        device_of(runner).synchronize()
+        times.append(time.monotonic() - started)
+    assert 0.01 + 3 * 0.002 + 7 * 0.001 <= min(times) < 0.1
 
 
 def device_of(runner: StageRunner) -> SimulatedPlatform:
@@ -161,10 +163,10 @@ def device_of(runner: StageRunner) -> SimulatedPlatform:
 def test_a_device_is_busy_while_the_host_goes_on() -> None:
     device = SimulatedPlatform()
     started = time.monotonic()
-    device._set_busy_until(time.monotonic_ns() + 30_000_000)
-    assert time.monotonic() - started < 0.02
+    device._set_busy_until(time.monotonic_ns() + 300_000_000)
+    assert time.monotonic() - started < 0.25
     device.synchronize()
-    assert time.monotonic() - started >= 0.03
+    assert time.monotonic() - started >= 0.3
     device.synchronize()  # Nothing is left to wait for.
 
 
