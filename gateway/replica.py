@@ -259,10 +259,12 @@ class Replica:
         return PipelineUnavailable("the engine has stopped")
 
     def _stuck_on(self, pipeline: MeshPipeline) -> frozenset[str]:
-        """The workers whose ranks hold a step that does not end. Not where one was cut off for
-        some of that time: then TCP may hold the step, and the ranks are as good as before."""
+        """The workers whose ranks hold a step that does not end. Not where one was cut off or did
+        not run for some of that time: then TCP or the worker may hold the step, and the ranks are
+        as good as before."""
+        now = asyncio.get_running_loop().time()
         found = [m for m in self._members if m.placement.pp_rank == pipeline.stuck_stage]
-        if any(member.back_at > pipeline.stuck_since for member in found):
+        if any(m.has_missed(now) or m.back_at > pipeline.stuck_since for m in found):
             return frozenset()
         return frozenset(m.worker_id for m in found if m.worker_id in self._stages)
 

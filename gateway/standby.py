@@ -87,7 +87,9 @@ class Standby:
                 log.warning("%s was a spare and takes the place over", describe(member))
                 self._on_taken_over(dp_rank)
                 if old is not None and not self._demoted.full():
-                    self._demoted.put_nowait(_Demoted(old, old.worker_id in stuck))
+                    # Of one that is silent nothing is known: its ranks may have done the step.
+                    replace = old.worker_id in stuck and not old.is_silent(now)
+                    self._demoted.put_nowait(_Demoted(old, replace))
 
         take_over(known)
         await self._control.present(dp_rank, on_waiting, lambda: take_over({}))

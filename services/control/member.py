@@ -39,9 +39,13 @@ class Worker:
 
     def heard(self, now: float) -> None:
         """A heartbeat has come."""
-        if self.has_beaten and now - self.heard_at > MISSED_SECONDS:
+        if self.has_missed(now):
             self.back_at = now
         self.heard_at, self.has_beaten = now, True
+
+    def has_missed(self, now: float) -> bool:
+        """Whether a heartbeat is late: it may be cut off, or not run."""
+        return self.has_beaten and now - self.heard_at > MISSED_SECONDS
 
     def is_silent(self, now: float) -> bool:
         """Whether it has not been heard of for too long."""

@@ -185,6 +185,33 @@ async def test_the_spare_takes_over_a_step_that_does_not_end(
         await asyncio.wait([telling])
 
 
+async def test_nobody_says_of_a_silent_worker_that_its_ranks_hold_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was stopped: its rank may have done the step, or was never given it. When it wakes up it
+    keeps the rank."""
+    async with rig(monkeypatch) as (made, _):
+        spares = Spares(made, monkeypatch)
+        await spares.beat(spares.name)
+        told = made.control.status
+
+        async def status(member: Member) -> stage_worker_pb2.StatusResponse | None:
+            if member.placement.pp_rank == 0:
+                return await told(member)
+            member.heard_at -= 2 * MEMBER_TIMEOUT_SECONDS
+            return None
+
+        monkeypatch.setattr(made.control, "status", status)
+        telling = asyncio.create_task(made.standby.run())
+        made.get_stuck()
+        await made.until_up()
+        await asyncio.sleep(0)
+        assert spares.holders[1] == spares.name
+        assert spares.orders == [("127.0.0.1:2", 1, False)]
+        telling.cancel()
+        await asyncio.wait([telling])
+
+
 async def test_a_stage_that_does_not_answer_is_left_alone_until_it_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -242,6 +242,22 @@ async def test_a_stage_that_is_back_from_a_cut_keeps_its_ranks(
         assert made.script.replaced(2) == ({1} if missed_seconds < MISSED_SECONDS else set())
 
 
+@pytest.mark.parametrize("missed_seconds", [1.5, 2.5])
+async def test_a_stage_whose_worker_does_not_run_keeps_its_ranks(
+    missed_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step counts as stuck before the worker counts as silent: which of the two comes first is
+    chance."""
+    async with rig(monkeypatch) as (made, _):
+        member = made.membership.members[1]
+        beat = control_pb2.HeartbeatRequest(worker_id=member.worker_id)
+        await made.control.Heartbeat(beat, None)  # type: ignore[arg-type]
+        member.heard_at -= missed_seconds
+        made.get_stuck()
+        await made.until_up()
+        assert made.script.replaced(2) == ({1} if missed_seconds < MISSED_SECONDS else set())
+
+
 async def test_no_connection_is_taken_into_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a cut it may be dead for as long again as the cut was."""
     async with rig(monkeypatch) as (made, _):
