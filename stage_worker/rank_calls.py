@@ -39,7 +39,7 @@ class Call:
 
     kind: str
     reply: asyncio.Future[rank_pb2.RankEvent]
-    """Cancelled where the caller has left."""
+    """Comes also where the caller has left."""
     due: float
     """When the rank has to have answered, by `time.monotonic()`."""
     on_progress: OnProgress | None
@@ -85,8 +85,7 @@ class RankCalls:
         if not self._calls or event.WhichOneof("event") != _REPLIES[self._calls[0].kind]:
             return None
         call = self._calls.popleft()
-        if not call.reply.done():  # else nobody waits for it any more
-            call.reply.set_result(event)
+        call.reply.set_result(event)
         return call
 
     def refused(self, error: step_pb2.StageError) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from services.errors import StageFailed
 from services.launch.process import child_environment, how_it_ended, kill
-from services.launch.silence import SilenceWatch
+from services.launch.silence import SilenceWatch, done_in_time
 from stage_worker import ipc, rank_calls
 from stage_worker.rank_arguments import NO_STAGE, RankArguments, RankPlace
 from stage_worker.rank_calls import Call, OnProgress, RankCalls
@@ -272,12 +272,11 @@ class RankProcess:
 
     async def started(self) -> rank_pb2.RankHello:
         """Waits until the process has its device. Raises `StageFailed`."""
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._hello), START_TIMEOUT_SECONDS)
-        except TimeoutError:
-            error = self._error("RANK_FAILED", f"did not start in {START_TIMEOUT_SECONDS:.0f} s")
-            self._fail(error)
-            raise StageFailed(error.message) from None
+        if not await done_in_time(self._hello, START_TIMEOUT_SECONDS):
+            self._fail(
+                self._error("RANK_FAILED", f"did not start in {START_TIMEOUT_SECONDS:.0f} s")
+            )
+        return self._hello.result()
 
     async def open_store(self, request: stage_worker_pb2.OpenStoreRequest) -> str:
         """Opens the epoch's store in the rank and returns its address. Raises `StageFailed`."""
@@ -335,8 +334,7 @@ class RankProcess:
         earlier_due = self._calls.last_due
         call = self._tell(command, LEAVE_TIMEOUT_SECONDS)
         while True:
-            done, _ = await asyncio.wait((call.reply,), timeout=LEAVE_TIMEOUT_SECONDS)
-            if done:
+            if await done_in_time(call.reply, LEAVE_TIMEOUT_SECONDS):
                 call.reply.result()
                 return True
             now = time.monotonic()
@@ -356,15 +354,10 @@ class RankProcess:
             await self.started()
             self._refuse_where_over()
             call = self._tell(command, timeout_seconds, on_progress)
-            try:
-                return await asyncio.wait_for(call.reply, timeout_seconds)
-            except TimeoutError:
-                kind = command.WhichOneof("command")
-                error = self._error(
-                    "RANK_FAILED", f"did not answer {kind} in {timeout_seconds:.0f} s"
-                )
-                self._fail(error)
-                raise StageFailed(error.message) from None
+            if not await done_in_time(call.reply, timeout_seconds):
+                how = f"did not answer {call.kind} in {timeout_seconds:.0f} s"
+                self._fail(self._error("RANK_FAILED", how))
+            return call.reply.result()
 
     def _refuse_where_over(self) -> None:
         if self.is_ending:

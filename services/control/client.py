@@ -26,6 +26,9 @@ RETRY_SECONDS = 0.2
 CALL_TIMEOUT_SECONDS = 3.0
 RECONNECT_SECONDS = 10.0
 """Between channels while nobody answers: a certificate may be renewed meanwhile."""
+OWN_STALL_SECONDS = 0.5
+"""A heartbeat that takes longer than its deadlines say, by more than this: the process did not run
+itself."""
 REMINDER_SECONDS = 60.0
 """Between log lines that say what a worker waits for."""
 _NO_ANSWER = (
@@ -178,13 +181,18 @@ class ControlClient:
         in its place.
         """
         loop = asyncio.get_running_loop()
-        answered_at = loop.time()
+        longest = joined.heartbeat_interval_seconds + CALL_TIMEOUT_SECONDS + OWN_STALL_SECONDS
+        answered_at = tried_at = loop.time()
         while True:
             request = control_pb2.HeartbeatRequest(worker_id=joined.worker_id, status=status())
             try:
                 response = await self._stub.Heartbeat(request, timeout=CALL_TIMEOUT_SECONDS)
             except grpc.aio.AioRpcError as error:
-                silent = loop.time() - answered_at
+                before, tried_at = tried_at, loop.time()
+                if tried_at - before > longest:
+                    # It was stopped: the head's answer came meanwhile, or nobody asked it.
+                    answered_at = tried_at
+                silent = tried_at - answered_at
                 if silent > joined.head_timeout_seconds:
                     raise HeadLost(
                         f"the head at {self._address} has not answered for {silent:.0f} s "
@@ -196,7 +204,7 @@ class ControlClient:
                     await self._connect_again()
                     continue
             else:
-                answered_at = loop.time()
+                answered_at = tried_at = loop.time()
                 if response.other_head:
                     raise HeadLost(
                         f"another head answers at {self._address}, and does not know this worker"

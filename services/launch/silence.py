@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 from services.launch.process import is_stopped
 
@@ -24,6 +25,22 @@ CONFIRM_SECONDS = 0.5
 itself is read until then."""
 OWN_STALL_SECONDS = 0.25
 """A look that is later than this says that this process did not run."""
+
+
+async def done_in_time(future: asyncio.Future[Any], seconds: float) -> bool:
+    """Waits for `future`, which stays as it is, for so long at most; returns whether it is done.
+
+    A deadline that has passed while this process did not run itself is no deadline: what came
+    meanwhile is read first.
+    """
+    while True:
+        due = time.monotonic() + seconds
+        done, _ = await asyncio.wait((future,), timeout=seconds)
+        if done:
+            return True
+        if time.monotonic() - due <= OWN_STALL_SECONDS:
+            return False
+        seconds = CONFIRM_SECONDS
 
 
 class SilenceWatch:

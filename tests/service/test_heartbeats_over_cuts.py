@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.control import client as control_client
 from services.control import membership
+from services.control.service import ControlService
 from services.rpc.channel import create_channel
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 from tests.service.test_head_lost import head, worker
@@ -73,6 +75,32 @@ async def test_a_dead_connection_is_no_lost_head(monkeypatch: pytest.MonkeyPatch
         await until(lambda: member.heard_at > cut_at or holding.done(), "another heartbeat")
         assert not holding.done()
         assert between.connections == 2
+        assert table.members == (member,)
+
+
+async def test_a_worker_that_was_stopped_asks_again_before_it_gives_its_head_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The deadline of its heartbeat, and the head's time-out, have passed while it did not run."""
+    monkeypatch.setattr(membership, "HEARTBEAT_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "HEAD_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(control_client, "CALL_TIMEOUT_SECONDS", 0.3)
+    answer, stops = ControlService.Heartbeat, [1.5]
+
+    async def heartbeat(
+        service: ControlService, request: control_pb2.HeartbeatRequest, context: object
+    ) -> control_pb2.HeartbeatResponse:
+        if stops:
+            time.sleep(stops.pop())  # noqa: ASYNC251 - of the head too, in one process with it
+        return await answer(service, request, context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ControlService, "Heartbeat", heartbeat)
+    async with head() as (table, port), worker(port, waits=False) as (_, holding):
+        (member,) = table.members
+        await until(lambda: not stops, "the stop")
+        woke_at = asyncio.get_running_loop().time()
+        await until(lambda: member.heard_at > woke_at + 0.5 or holding.done(), "heartbeats")
+        assert not holding.done()
         assert table.members == (member,)
 
 

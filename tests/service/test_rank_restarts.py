@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import grpc
@@ -26,6 +28,27 @@ from tests.service.worker_stage import (
     stage,
     step,
 )
+
+STOPPED_WORKER = """
+import asyncio, uvloop
+from stage_worker import rank_process
+from stage_worker.rank_arguments import RankPlace
+from tests.service.worker_stage import stage, until
+
+rank_process.LEAVE_TIMEOUT_SECONDS = 0.5
+
+async def main():
+    async with stage("leave-slow,take-slow") as running:
+        pid = await running.pid()
+        telling = asyncio.create_task(running.rank.{told})
+        await until(lambda: len(running.rank.process._calls) == 1, "the command")
+        print("told", flush=True)
+        await telling
+        print("kept" if await running.pid() == pid else "replaced")
+
+uvloop.run(main())
+"""
+"""On uvloop, which looks at its timers before its sockets where it was stopped while it waited."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +113,20 @@ async def test_a_rank_that_does_not_leave_its_groups_is_replaced(
         assert await running.pid() != pid
         assert has_ended(pid)
         call.cancel()
+
+
+@pytest.mark.parametrize("told", ["reset(replace=False)", "take_place(RankPlace(0, 0))"])
+def test_a_worker_that_was_stopped_reads_what_its_rank_has_answered(told: str) -> None:
+    """Deadlines have passed when it wakes up, and the answer waits in its socket."""
+    command = [sys.executable, "-c", STOPPED_WORKER.format(told=told)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "told\n"
+        worker.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        worker.send_signal(signal.SIGCONT)
+        assert worker.communicate(timeout=TIMEOUT_SECONDS)[0] == "kept\n"
+        assert worker.returncode == 0
 
 
 async def test_ranks_are_replaced_when_the_gateway_asks_for_it() -> None:

@@ -6,13 +6,14 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from services.launch import silence
 from services.launch.process import is_stopped
-from services.launch.silence import SilenceWatch
+from services.launch.silence import SilenceWatch, done_in_time
 
 FROZEN_SECONDS = 0.2
 CONFIRM_SECONDS = 0.05
@@ -76,3 +77,23 @@ async def test_each_child_gets_a_second_look(child: subprocess.Popen[bytes]) -> 
     await asyncio.sleep(CONFIRM_SECONDS)
     assert len(silences) == 1
     watch.stop()
+
+
+async def test_a_deadline_that_passed_while_this_process_did_not_run_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answer came meanwhile, and is read a little later."""
+    monkeypatch.setattr(silence, "CONFIRM_SECONDS", 5.0)
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+    loop.call_soon(time.sleep, 0.6)  # The stall itself.
+    loop.call_later(0.8, answer.set_result, None)
+    assert await done_in_time(answer, 0.1)
+
+
+async def test_a_deadline_leaves_what_it_is_for_alone() -> None:
+    answer = asyncio.get_running_loop().create_future()
+    assert not await done_in_time(answer, 0.01)
+    assert not answer.done()
+    answer.set_result(None)
+    assert await done_in_time(answer, 0.01)
