@@ -65,8 +65,8 @@ static void multiply(const product *p, const float *x, int64_t rows, float *y, i
     stagemesh_linear_beside(x, rows, p->in, p->kind, p->panels, p->out, p->bias, y, threads, cache);
 }
 
-/* Writes which blocks are attended, in their order, to `blocks`, unless it is NULL; returns how
- * many. */
+/* Writes which blocks decodes attend, in their order, to `blocks`, unless it is NULL; returns how
+ * many. A prompt's are fetched beside its own arithmetic: here they would displace others. */
 static int64_t attended_blocks(const sizes *s, const step *step, int64_t *blocks) {
     int64_t count = 0;
     for (const decode_group *g = step->groups; g < step->groups + step->num_groups; g++)
@@ -76,12 +76,6 @@ static int64_t attended_blocks(const sizes *s, const step *step, int64_t *blocks
                 memcpy(blocks + count, g->tables + row * g->blocks, (size_t)used * sizeof *blocks);
             count += used;
         }
-    for (const prompt_chunk *c = step->chunks; c < step->chunks + step->num_chunks; c++) {
-        int64_t used = (c->first + c->count + s->block_size - 1) / s->block_size;
-        if (blocks != NULL)
-            memcpy(blocks + count, c->table, (size_t)used * sizeof *blocks);
-        count += used;
-    }
     return count;
 }
 

@@ -2,97 +2,31 @@
  *
  * Query rows stand side by side in a register, one in each lane: a position's key is multiplied with
  * all of them, number by number, so neither keys nor values have to be brought into another order,
- * however few rows there are. What a row adds up, and in which order, is the same however its
- * prompt is cut. */
+ * however few rows there are. All KV heads that fit attend a span of positions before the next, so
+ * the cache is read once, as it lies, and fetched beside the arithmetic. What a row adds up, and in
+ * which order, is the same however its prompt is cut. */
 #include "cache.h"
 #include "kernels.h"
 #include "vector.h"
 
-/* Query rows (queries times heads of a group) at a time; with their sums they stay in the
- * second-level cache while all keys and values pass by. */
-#define TILE_ROWS 192
+/* Floats of a tile's queries, and of their sums: 288 KB together, which stay in the second-level cache
+ * while all keys and values pass by. */
+#define TILE_FLOATS (36 * 1024)
+/* Query rows (queries times heads of a group) of a KV head in a tile. More would be fewer tiles for
+ * threads to share. */
+#define MOST_ROWS 192
+/* Numbers of a position's keys that a tile attends: a span and the next find room beside it. */
+#define MOST_WIDTH 512
 #define MAX_DIM 256
 
 typedef struct {
-    float queries[TILE_ROWS * MAX_DIM];   /* in panels of rows, [dim][PANEL] */
-    float weights[SPAN * PANEL];          /* of one panel, [position][row] */
-    float best[TILE_ROWS], total[TILE_ROWS];
-    float out[TILE_ROWS * MAX_DIM]; /* [row][dim] */
-} tile;
+    float queries[TILE_FLOATS];  /* of one head after the other, in panels of rows, [dim][PANEL] */
+    float out[TILE_FLOATS];      /* [row][dim] */
+    float weights[SPAN * PANEL]; /* of one panel, [position][row] */
+    float best[TILE_FLOATS / PANEL], total[TILE_FLOATS / PANEL];
+} tile __attribute__((aligned(LINE * sizeof(float))));
 
-/* Queries [dim][PANEL] against M keys [dim] -> scores [M][PANEL]. */
-#define DEFINE_SCORES(M)                                                                          \
-    static void scores_##M(const float *queries, const float *const *keys, int64_t dim,           \
-                           float *scores) {                                                       \
-        row sums[M];                                                                              \
-        UNROLL for (int m = 0; m < M; m++) sums[m] = nothing();                                   \
-        for (int64_t d = 0; d < dim; d++) {                                                       \
-            row numbers = load(queries + d * PANEL);                                              \
-            UNROLL for (int m = 0; m < M; m++)                                                    \
-                sums[m] = times_plus(numbers, keys[m][d], sums[m]);                               \
-        }                                                                                         \
-        UNROLL for (int m = 0; m < M; m++) store(scores + m * PANEL, sums[m]);                    \
-    }
-/* out [M][dim] += weights [count][PANEL], of their first M rows, times values [count][dim]. */
-#define DEFINE_MIX(M)                                                                             \
-    static void mix_##M(const float *weights, const float *const *values, int count, int64_t dim, \
-                        float *out) {                                                             \
-        for (int64_t d = 0; d < dim; d += PANEL) {                                                \
-            row sums[M];                                                                          \
-            UNROLL for (int m = 0; m < M; m++) sums[m] = load(out + m * dim + d);                 \
-            for (int t = 0; t < count; t++) {                                                     \
-                row numbers = load(values[t] + d);                                                \
-                UNROLL for (int m = 0; m < M; m++)                                                \
-                    sums[m] = times_plus(numbers, weights[t * PANEL + m], sums[m]);               \
-            }                                                                                     \
-            UNROLL for (int m = 0; m < M; m++) store(out + m * dim + d, sums[m]);                 \
-        }                                                                                         \
-    }
-EVERY_COUNT(DEFINE_SCORES)
-EVERY_COUNT(DEFINE_MIX)
-
-#define CASE_SCORES(M) \
-    case M: scores_##M(queries, keys, dim, scores); break;
-#define CASE_MIX(M) \
-    case M: mix_##M(weights, values, count, dim, out); break;
-
-static void score(int count, const float *queries, const float *const *keys, int64_t dim,
-                  float *scores) {
-    switch (count) { EVERY_COUNT(CASE_SCORES) }
-}
-
-static void mix(int rows, const float *weights, const float *const *values, int count, int64_t dim,
-                float *out) {
-    switch (rows) { EVERY_COUNT(CASE_MIX) }
-}
-
-/* Scores of `count` positions to weights, LANES rows side by side; rescales what these have summed
- * up, with a running maximum (Milakov and Gimelshein, 2018). */
-static void soften(float *scores, int count, float *best, float *total, float *out, int64_t dim,
-                   int rows) {
-    vec before = *(vec *)best, largest = before, part = {0};
-    for (int t = 0; t < count; t++) {
-        vec s = *(vec *)(scores + t * PANEL);
-        largest = choose(s > largest, s, largest);
-    }
-    for (int t = 0; t < count; t++) {
-        vec e = vexp(*(vec *)(scores + t * PANEL) - largest);
-        *(vec *)(scores + t * PANEL) = e;
-        part += e;
-    }
-    /* exp(-inf) is 0 the first time. */
-    vec keep = vexp(before - largest);
-    *(vec *)best = largest;
-    *(vec *)total = *(vec *)total * keep + part;
-    for (int r = 0; r < rows; r++) {
-        if (keep[r] == 1.0f)
-            continue;
-        for (int64_t d = 0; d < dim; d += LANES)
-            *(vec *)(out + r * dim + d) *= keep[r];
-    }
-}
-
-/* Keys or values [dim] of positions that follow each other. */
+/* Keys and values [width] of positions that follow each other. */
 typedef struct {
     const float *keys[SPAN], *values[SPAN];
     int64_t start;
@@ -106,75 +40,207 @@ static void find(const sequence *s, int64_t kv_head, int64_t start, int64_t end,
     locate(s, s->values, kv_head, start, to->count, to->values);
 }
 
-static void fetch(const span *s, int from, int count, int64_t dim) {
-    for (int p = from; p < from + count && p < s->count; p++)
-        for (int64_t d = 0; d < dim; d += LINE) {
-            __builtin_prefetch(s->keys[p] + d, 0, 2);
-            __builtin_prefetch(s->values[p] + d, 0, 2);
-        }
+/* A span that is fetched beside the products of the one before, so evenly that neither waits. */
+typedef struct {
+    const span *span;
+    int64_t width, offset, step;
+    int position, lines; /* of keys, and as many of values, for each `step` numbers of a product */
+} ahead;
+
+/* More at once make a core wait (measured on Zen 4). */
+#define MOST_LINES 2
+
+static ahead fetch_beside(const span *s, int64_t width, int64_t dim, int64_t products) {
+    ahead a = {s, width, 0, dim, 0, 0};
+    int64_t lines = s->count * width / LINE;
+    while (a.step % 2 == 0 && lines > MOST_LINES * products) {
+        a.step /= 2;
+        products *= 2;
+    }
+    a.lines = (int)((lines + products - 1) / products);
+    return a;
 }
 
-/* The rows of one panel, `rows` from row `from` of the tile on, against a span of positions. Row r
- * of the tile is the query at position first + r / group. `soon`, or NULL, is fetched meanwhile. */
-static void attend_panel(tile *t, int from, int rows, int group, int64_t first, const span *s,
-                         const span *soon, int64_t dim) {
-    int count = s->count;
-    int64_t start = s->start;
-    for (int p = 0; p < count; p += ROWS) {
-        int some = count - p < ROWS ? count - p : ROWS;
-        if (soon != NULL)
-            fetch(soon, p, some, dim);
-        score(some, t->queries + from * dim, s->keys + p, dim, t->weights + p * PANEL);
+static inline void fetch(ahead *a) {
+    for (int line = 0; line < a->lines && a->position < a->span->count; line++) {
+        __builtin_prefetch(a->span->keys[a->position] + a->offset, 0, 2);
+        __builtin_prefetch(a->span->values[a->position] + a->offset, 0, 2);
+        a->offset += LINE;
+        if (a->offset >= a->width) {
+            a->offset = 0;
+            a->position++;
+        }
     }
-    /* The diagonal: a row sees nothing behind its own position. */
-    for (int p = 0; p < count; p++) {
-        int64_t blind = (start + p - first) * group - from;
+}
+
+/* What row's functions are, for the first half of a panel. The other half is 0. */
+#define times_plus_half vec_times_plus
+static inline vec load_half(const float *from) { return *(const vec *)from; }
+static inline void store_half(float *to, vec v) { store(to, nothing()), *(vec *)to = v; }
+static inline vec nothing_half(void) { return (vec){0}; }
+
+/* Queries [dim][PANEL] against M keys [dim], at this offset -> scores [M][PANEL]. */
+#define SCORES(M, type, half)                                                                     \
+    static void scores##half##_##M(const float *queries, const float *const *keys, int64_t offset, \
+                                   int64_t dim, float *scores, ahead *soon) {                     \
+        type sums[M];                                                                             \
+        int64_t step = soon->step;                                                                \
+        UNROLL for (int m = 0; m < M; m++) sums[m] = nothing##half();                             \
+        for (int64_t d = offset; d < offset + dim;) {                                             \
+            fetch(soon);                                                                          \
+            for (int64_t end = d + step; d < end; d++, queries += PANEL) {                        \
+                type numbers = load##half(queries);                                               \
+                UNROLL for (int m = 0; m < M; m++)                                                \
+                    sums[m] = times_plus##half(numbers, keys[m][d], sums[m]);                     \
+            }                                                                                     \
+        }                                                                                         \
+        UNROLL for (int m = 0; m < M; m++) store##half(scores + m * PANEL, sums[m]);              \
+    }
+#define DEFINE_SCORES(M) SCORES(M, row, ) SCORES(M, vec, _half)
+/* out [M][dim] += weights [count][PANEL], of their first M rows, times values [count][dim]. */
+#define DEFINE_MIX(M)                                                                             \
+    static void mix_##M(const float *weights, const float *const *values, int64_t offset,         \
+                        int count, int64_t dim, float *out) {                                     \
+        for (int64_t d = 0; d < dim; d += PANEL) {                                                \
+            row sums[M];                                                                          \
+            UNROLL for (int m = 0; m < M; m++) sums[m] = load(out + m * dim + d);                 \
+            for (int t = 0; t < count; t++) {                                                     \
+                row numbers = load(values[t] + offset + d);                                       \
+                UNROLL for (int m = 0; m < M; m++)                                                \
+                    sums[m] = times_plus(numbers, weights[t * PANEL + m], sums[m]);               \
+            }                                                                                     \
+            UNROLL for (int m = 0; m < M; m++) store(out + m * dim + d, sums[m]);                 \
+        }                                                                                         \
+    }
+EVERY_COUNT(DEFINE_SCORES)
+EVERY_COUNT(DEFINE_MIX)
+
+#define CASE_SCORES(M)                                                      \
+    case M:                                                                 \
+        if (rows > LANES)                                                   \
+            scores_##M(queries, keys, offset, dim, scores, soon);           \
+        else                                                                \
+            scores_half_##M(queries, keys, offset, dim, scores, soon);      \
+        break;
+#define CASE_MIX(M) \
+    case M: mix_##M(weights, values, offset, count, dim, out); break;
+
+static void score(int rows, int count, const float *queries, const float *const *keys,
+                  int64_t offset, int64_t dim, float *scores, ahead *soon) {
+    switch (count) { EVERY_COUNT(CASE_SCORES) }
+}
+
+static void mix(int rows, const float *weights, const float *const *values, int64_t offset,
+                int count, int64_t dim, float *out) {
+    switch (rows) { EVERY_COUNT(CASE_MIX) }
+}
+
+/* Scores of `count` positions, as powers of 2, to weights, WIDE rows side by side; rescales what
+ * these have summed up, with a running maximum (Milakov and Gimelshein, 2018). */
+static void soften(float *scores, int count, float *best, float *total, float *out, int64_t dim,
+                   int rows) {
+    wide before = *(wide *)best, largest = before, part = {0};
+    for (int t = 0; t < count; t++)
+        largest = larger_of(*(wide *)(scores + t * PANEL), largest);
+    for (int t = 0; t < count; t++) {
+        wide e = power_of_2(*(wide *)(scores + t * PANEL) - largest);
+        *(wide *)(scores + t * PANEL) = e;
+        part += e;
+    }
+    /* 2^-inf is 0 the first time. */
+    wide keep = power_of_2(before - largest);
+    *(wide *)best = largest;
+    *(wide *)total = *(wide *)total * keep + part;
+    for (int r = 0; r < rows; r++) {
+        if (keep[r] == 1.0f)
+            continue;
+        for (int64_t d = 0; d < dim; d += LANES)
+            *(vec *)(out + r * dim + d) *= keep[r];
+    }
+}
+
+/* Queries of a tile: `rows` rows of each of `heads` KV heads, `padded` apart. Row r of a head is the
+ * query at position first + r / group. */
+typedef struct {
+    int64_t heads, first, padded;
+    int rows, group;
+} queries;
+
+/* The rows of one panel, from row `from` of the head on, against a span. */
+static void attend_panel(tile *t, const queries *q, int64_t head, int from, const span *s,
+                         int64_t dim, ahead *soon) {
+    int rows = q->rows - from < PANEL ? q->rows - from : PANEL;
+    int64_t at = head * q->padded + from, offset = head * dim;
+    /* The diagonal: a row sees nothing behind its own position, so none what is behind the last's. */
+    int64_t all_see = q->first + from / q->group + 1 - s->start;
+    int64_t some_see = q->first + (from + rows - 1) / q->group + 1 - s->start;
+    int count = some_see < s->count ? (int)some_see : s->count;
+    for (int p = 0; p < count; p += ROWS)
+        score(rows, count - p < ROWS ? count - p : ROWS, t->queries + at * dim, s->keys + p, offset,
+              dim, t->weights + p * PANEL, soon);
+    for (int64_t p = all_see > 0 ? all_see : 0; p < count; p++) {
+        int64_t blind = (s->start + p - q->first) * q->group - from;
         for (int64_t r = 0; r < blind && r < PANEL; r++)
             t->weights[p * PANEL + r] = -__builtin_inff();
     }
-    for (int r = 0; r < rows; r += LANES)
-        soften(t->weights + r, count, t->best + from + r, t->total + from + r,
-               t->out + (from + r) * dim, dim, rows - r < LANES ? rows - r : LANES);
+    for (int r = 0; r < rows; r += WIDE)
+        soften(t->weights + r, count, t->best + at + r, t->total + at + r, t->out + (at + r) * dim,
+               dim, rows - r < WIDE ? rows - r : WIDE);
     for (int r = 0; r < rows; r += ROWS)
-        mix(rows - r < ROWS ? rows - r : ROWS, t->weights + r, s->values, count, dim,
-            t->out + (from + r) * dim);
+        mix(rows - r < ROWS ? rows - r : ROWS, t->weights + r, s->values, offset, count, dim,
+            t->out + (at + r) * dim);
 }
 
-/* `rows` rows of the tile. */
-static void attend_tile(tile *t, const sequence *s, int64_t kv_head, int rows, int64_t first) {
-    int64_t dim = s->dim, last = first + (rows - 1) / s->group;
-    memset(t->out, 0, (size_t)rows * (size_t)dim * sizeof(float));
-    for (int r = 0; r < TILE_ROWS; r++) {
+static void attend_tile(tile *t, const sequence *s, int64_t kv_head, const queries *q) {
+    int64_t dim = s->dim, first = q->first, last = first + (q->rows - 1) / q->group;
+    memset(t->out, 0, (size_t)(q->heads * q->padded * dim) * sizeof(float));
+    for (int64_t r = 0; r < q->heads * q->padded; r++) {
         t->best[r] = -__builtin_inff();
         t->total[r] = 0.0f;
     }
     span first_span, second_span, *now = &first_span, *next = &second_span;
     find(s, kv_head, 0, last + 1, now);
     for (int64_t start = 0; start <= last; start += SPAN) {
-        int is_last = start + SPAN > last;
-        if (!is_last)
+        next->count = 0;
+        if (start + SPAN <= last)
             find(s, kv_head, start + SPAN, last + 1, next);
         /* Panels before the span see nothing of it. */
-        int begin = start > first ? (int)(start - first) * s->group / PANEL * PANEL : 0;
-        for (int from = begin; from < rows; from += PANEL)
-            attend_panel(t, from, rows - from < PANEL ? rows - from : PANEL, s->group, first, now,
-                         from > begin || is_last ? NULL : next, dim);
+        int begin = start > first ? (int)(start - first) * q->group / PANEL * PANEL : 0;
+        int64_t panels = q->heads * (q->padded - begin) / PANEL;
+        ahead soon = fetch_beside(next, q->heads * dim, dim, panels * (SPAN / ROWS));
+        for (int64_t head = 0; head < q->heads; head++)
+            for (int from = begin; from < q->rows; from += PANEL)
+                attend_panel(t, q, head, from, now, dim, &soon);
         span *done = now;
         now = next;
         next = done;
     }
 }
 
-/* Rows of qkv [.., width] from `query` on to the tile's panels; rows behind the last are 0. */
-static void take_queries(tile *t, const float *query, int64_t width, int rows, int group,
-                         int64_t dim, float scale) {
-    for (int r = 0; r < (rows + PANEL - 1) / PANEL * PANEL; r++) {
-        float *to = t->queries + r / PANEL * PANEL * dim + r % PANEL;
-        const float *q = query + r / group * width + r % group * dim;
+/* Rows of qkv [.., width] from `query` on to panels; rows behind the last are 0. */
+static void take_queries(const float *query, int64_t width, const queries *q, int64_t dim,
+                         float scale, float *panels) {
+    for (int r = 0; r < q->padded; r++) {
+        float *to = panels + r / PANEL * PANEL * dim + r % PANEL;
+        const float *from = query + r / q->group * width + r % q->group * dim;
         for (int64_t d = 0; d < dim; d++)
-            to[d * PANEL] = r < rows ? q[d] * scale : 0.0f;
+            to[d * PANEL] = r < q->rows ? from[d] * scale : 0.0f;
     }
 }
+
+/* Sums of a head's rows -> y [.., width]. */
+static void give_sums(const float *out, const float *total, const queries *q, int64_t dim,
+                      int64_t width, float *y) {
+    for (int r = 0; r < q->rows; r++) {
+        float *to = y + r / q->group * width + r % q->group * dim;
+        float inverse = 1.0f / total[r];
+        for (int64_t d = 0; d < dim; d += LANES)
+            *(vec *)(to + d) = *(vec *)(out + r * dim + d) * inverse;
+    }
+}
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t whole_panels(int64_t rows) { return (rows + PANEL - 1) / PANEL * PANEL; }
 
 /* The `count` rows of qkv [.., width] are the queries at positions first, first + 1 ... of a
  * sequence with this block table, whose keys and values are in the cache; each attends what is not
@@ -183,31 +249,38 @@ int stagemesh_prompt_attention(const float *qkv, int64_t width, int64_t count, i
                                int64_t heads, int64_t kv_heads, int64_t dim, const float *keys,
                                const float *values, int64_t block_size, const int64_t *table,
                                float scale, float *y, int threads) {
-    int group = (int)(heads / kv_heads), failed = 0;
-    int64_t queries = TILE_ROWS / group, tiles = (count + queries - 1) / queries;
+    int64_t group = heads / kv_heads, failed = 0;
+    int64_t room = TILE_FLOATS / dim / PANEL * PANEL; /* rows */
+    int64_t most = smaller(count, smaller(room, MOST_ROWS) / group);
+    int64_t tiles = (count + most - 1) / most;
+    /* KV heads that are attended together: all that fit, unless threads would have nothing to do. */
+    int64_t together = smaller(room / whole_panels(most * group), MOST_WIDTH / dim);
+    together = smaller(together, (tiles * kv_heads + threads - 1) / threads);
+    together = smaller(together, kv_heads);
+    int64_t parts = (kv_heads + together - 1) / together;
+    sequence s = {keys, values, table, first + count, block_size, kv_heads, dim, (int)group};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        tile *t = malloc(sizeof(tile));
+        tile *t = aligned_alloc(_Alignof(tile), sizeof(tile));
         if (t == NULL)
             failed = 1;
 #pragma omp for schedule(dynamic)
-        for (int64_t unit = 0; unit < tiles * kv_heads; unit++) {
-            int64_t kv_head = unit / tiles, start = unit % tiles * queries;
-            int64_t taken = count - start < queries ? count - start : queries;
-            sequence s = {keys,       values,   table, first + count,
-                          block_size, kv_heads, dim,   group};
+        for (int64_t unit = 0; unit < tiles * parts; unit++) {
             if (t == NULL)
                 continue;
-            int rows = (int)taken * group;
-            take_queries(t, qkv + start * width + kv_head * group * dim, width, rows, group, dim,
-                         scale);
-            attend_tile(t, &s, kv_head, rows, first + start);
-            for (int64_t r = 0; r < rows; r++) {
-                float *to = y + ((start + r / group) * heads + kv_head * group + r % group) * dim;
-                float inverse = 1.0f / t->total[r];
-                for (int64_t i = 0; i < dim; i += LANES)
-                    *(vec *)(to + i) = *(vec *)(t->out + r * dim + i) * inverse;
-            }
+            int64_t start = unit / parts * most, kv_head = unit % parts * together;
+            int64_t rows = smaller(count - start, most) * group;
+            queries q = {smaller(kv_heads - kv_head, together), first + start, whole_panels(rows),
+                         (int)rows, (int)group};
+            const float *query = qkv + start * width + kv_head * group * dim;
+            float *to = y + (start * heads + kv_head * group) * dim;
+            for (int64_t head = 0; head < q.heads; head++)
+                take_queries(query + head * group * dim, width, &q, dim, scale * LOG2_E,
+                             t->queries + head * q.padded * dim);
+            attend_tile(t, &s, kv_head, &q);
+            for (int64_t head = 0; head < q.heads; head++)
+                give_sums(t->out + head * q.padded * dim, t->total + head * q.padded, &q, dim,
+                          heads * dim, to + head * group * dim);
         }
         free(t);
     }

@@ -9,6 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #define LANES 8
 #define LINE 16 /* floats that come from memory together */
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -19,6 +23,16 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 /* A panel is PANEL output features, stored input feature by input feature: [in][PANEL]. */
 #define PANEL (2 * LANES)
 
+/* w * x + sum with one rounding, and so the same in every loop: for some CPUs GCC takes products and
+ * sums apart, but not in all of them. */
+static inline vec vec_times_plus(vec w, float x, vec sum) {
+#ifdef __FMA__
+    return (vec)_mm256_fmadd_ps((__m256)w, _mm256_set1_ps(x), (__m256)sum);
+#else
+    return w * x + sum;
+#endif
+}
+
 /* The PANEL features of one input, or of one sum: a register where there are such, else two. ROWS
  * is how many rows share a weight. */
 #ifdef __AVX512F__
@@ -26,7 +40,9 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef float row __attribute__((vector_size(4 * PANEL), aligned(4), may_alias));
 static inline row load(const float *from) { return *(const row *)from; }
 static inline void store(float *to, row r) { *(row *)to = r; }
-static inline row times_plus(row w, float x, row sum) { return w * x + sum; }
+static inline row times_plus(row w, float x, row sum) {
+    return (row)_mm512_fmadd_ps((__m512)w, _mm512_set1_ps(x), (__m512)sum);
+}
 static inline row nothing(void) { return (row){0}; }
 #else
 #ifdef __aarch64__
@@ -45,7 +61,7 @@ static inline void store(float *to, row r) {
     *(vec *)(to + LANES) = r.high;
 }
 static inline row times_plus(row w, float x, row sum) {
-    return (row){w.low * x + sum.low, w.high * x + sum.high};
+    return (row){vec_times_plus(w.low, x, sum.low), vec_times_plus(w.high, x, sum.high)};
 }
 static inline row nothing(void) { return (row){{0}, {0}}; }
 #endif
@@ -82,6 +98,38 @@ static inline vec vexp(vec x) {
     ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
     return choose(tiny, splat(0.0f), e * (vec)exponent);
 }
+
+#define LOG2_E 1.44269504088896341f
+
+/* 2^r for r from 0 to 1, to 8e-8 of it (minimax, exactly 1 at 0). */
+#define POWER_OF_2(r)                                                                              \
+    (((((r * 1.8671300e-3f + 9.0170307e-3f) * r + 5.5799913e-2f) * r + 2.4016444e-1f) * r +       \
+      6.9315130e-1f) * r + 1.0f)
+
+/* 2^x for x of 0 and below, WIDE numbers at a time: to 1.2 units in the last place, 0 below -126, where
+ * sums would be slow for some CPUs. */
+#ifdef __AVX512DQ__
+#define WIDE PANEL
+typedef row wide;
+static inline wide power_of_2(wide x) {
+    wide r = (wide)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    return (wide)_mm512_maskz_scalef_ps(normal, (__m512)POWER_OF_2(r), (__m512)x);
+}
+static inline wide larger_of(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
+#define WIDE LANES
+typedef vec wide;
+static inline wide power_of_2(wide x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    ivec normal = x >= splat(-126.0f);
+    x = (vec)((ivec)x & normal);
+    vec n = (x - 0.5f + magic) - magic, r = x - n;
+    ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return (vec)((ivec)(POWER_OF_2(r) * (vec)exponent) & normal);
+}
+static inline wide larger_of(wide a, wide b) { return choose(a > b, a, b); }
+#endif
 
 static inline float sum(vec v) {
     float total = 0.0f;

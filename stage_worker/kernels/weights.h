@@ -1,8 +1,5 @@
 /* How a panel of weights lies in memory: PANEL output features, input feature by input feature. */
 #include "vector.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 /* float32; or the upper halves of float32 whose lower ones are 0, which is bfloat16; or codes. */
 enum { FLOATS, HALVES, CODES };

@@ -130,7 +130,7 @@ def chunked(length: int, *ends: int) -> list[RowSpan]:
     cut=st.integers(0, 299),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3, 8]),
-    dim=st.sampled_from([16, 64, 128]),
+    dim=st.sampled_from([16, 64, 128, 208]),
     block_size=st.sampled_from([1, 16, 48]),
 )
 def test_attention_of_prompts(
@@ -203,6 +203,16 @@ def test_a_prompt_does_not_depend_on_how_it_is_cut() -> None:
     whole = attended(operators, qkv, chunked(330), 9, 16)
     for ends in ((64,), (63, 65), (2, 100, 250), (200, 328)):
         assert torch.equal(attended(operators, qkv, chunked(330, *ends), 9, 16), whole)
+
+
+@pytest.mark.parametrize(("kv_heads", "dim"), [(3, 64), (5, 128)])
+def test_a_prompt_does_not_depend_on_how_threads_share_it(kv_heads: int, dim: int) -> None:
+    """Bit by bit: all KV heads in one thread, some in each, one in each."""
+    heads = 3 * kv_heads
+    qkv = torch.randn(230, heads + 2 * kv_heads, dim)
+    chunks = chunked(230, 200, 210)
+    results = [attended(NativeOperators(n, TORCH), qkv, chunks, heads, 16) for n in (1, 2, 5)]
+    assert all(torch.equal(one, results[0]) for one in results)
 
 
 def test_what_the_kernels_do_not_take_goes_to_torch() -> None:
@@ -286,7 +296,7 @@ class TestLibrary:
             ("layers.c", "(c + i) + b *", "(c + i) - b *", "rotation, keys in the cache"),
             ("layers.c", "slots[row] * kv, x,", "slots[row] * kv, x - kv,", "values in the cache"),
             ("attention.c", "case 3: mix_3(", "case 3: mix_2(", "decode attention"),
-            ("prompt_attention.c", "(start + p - first)", "(start + p - 1 - first)", PROMPTS),
+            ("prompt_attention.c", "(s->start + p - q->", "(s->start + p - 1 - q->", PROMPTS),
             ("prompt_attention.c", "case M: mix_##M(", "case M: mix_1(", PROMPTS),
             ("blocks.c", "add(hidden, b, numbers)", "add(hidden, a, numbers)", BLOCKS),
             ("blocks.c", "&one->mlp_norm", "&one->input_norm", BLOCKS),
