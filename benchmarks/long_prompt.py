@@ -1,30 +1,34 @@
 """A prompt of 4,096 tokens at PP 2: how full it keeps the stages, and what others notice of it.
 
-The demo model in fp32 on two cores. In each round a prompt alone, then the same length beside eight
-requests that decode. Prompts are random, so that no prefix is in the cache.
+On a simulated device first, whose step costs 20 ms and 0.1 ms a token, as of a device that reads
+its weights for every step; then the demo model in fp32 on two cores. In each round a prompt alone,
+then the same length beside eight requests that decode. Prompts are random, so that no prefix is in
+the cache.
 
-Expected: twelve chunks and two stages overlap for 11/13 of the prefill or a little less, because
-later chunks take longer. Beside decodes the prompt gets at least half of each step, so the time
-between tokens of the others at most doubles; the prompt takes what decode rows leave of a step,
-and since rows beside a chunk cost less than in a step of their own, it needs less than
-twice its time alone.
+Expected: both stages compute for 0.8 of the prefill or more. Beside decodes their time between
+tokens doubles at most. On the simulated device the prompt then gets half of each step, which holds
+as much of it as half a chunk alone, so it needs hardly more than its time alone. On the CPU decodes
+keep the stages busy for some share u of the time when they are alone, because arithmetic limits
+their steps too; at half their rate u / 2 is left of that, and a prompt cannot have its first token
+before 1 / (1 - u / 2) times what it takes alone: that bound is printed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.served import DEMO_MODEL, served
+from services.topology.simulated_cost import StageCost
 from stagemesh import AsyncClient
+from tests.simulated_mesh import TRACE_FILE, VOCAB_SIZE, StageStep, read_trace, simulated_mesh
 
 PROMPT_TOKENS = 4096
 DECODES = 8
@@ -33,17 +37,10 @@ SHORT_PROMPT_TOKENS = 16
 SETTLE_SECONDS = 1.0
 NORMAL_SECONDS = 4.0
 ROUNDS = 3
-FLAGS = ("-pp", "2", "--cpu-devices", "2", "--max-model-len", "8192")
-VOCABULARY = range(1000, 40000)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stage's work on one step, in seconds of one clock."""
-
-    stage: int
-    start: float
-    end: float
+DEMO_VOCABULARY = 49152
+PP_SIZE = 2
+FLAGS = ("-pp", str(PP_SIZE), "--cpu-devices", "2", "--max-model-len", "8192")
+COST = StageCost(fixed_seconds=0.02, per_token_seconds=0.0001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +49,8 @@ class Round:
 
     alone_start: float
     alone_seconds: float
+    normal_start: float
+    normal_end: float
     beside_seconds: float
     normal_interval: float
     interval: float
@@ -61,25 +60,41 @@ class Round:
 def main() -> None:
     """Prints a line for each round, and the medians."""
     with tempfile.TemporaryDirectory() as directory:
-        trace = Path(directory) / "trace.json"
+        print("simulated device:")
+        own = Path(directory) / "sim"
+        with simulated_mesh(own, PP_SIZE, COST, "--max-model-len", "8192") as mesh:
+            rounds = asyncio.run(_rounds(mesh.grpc_address, VOCAB_SIZE))
+        _report(rounds, read_trace(own))
+        print("CPU:")
+        trace = Path(directory) / TRACE_FILE
         with served(DEMO_MODEL, *FLAGS, "--step-trace", str(trace)) as mesh:
-            rounds = asyncio.run(_rounds(mesh.grpc_address))
-        spans = _spans(trace)
+            rounds = asyncio.run(_rounds(mesh.grpc_address, DEMO_VOCABULARY))
+        steps = read_trace(trace.parent)
+        _report(rounds, steps)
+        bounds = [1 / (1 - _busy(steps, r.normal_start, r.normal_end) / 2) for r in rounds]
+        print(f"bound of the time to first token against alone: {statistics.median(bounds):.2f}")
+
+
+def _report(rounds: Sequence[Round], steps: Sequence[StageStep]) -> None:
     for name, values in (
-        ("overlap of the stages", [_overlap(spans, r) for r in rounds]),
+        ("overlap of the stages", [_overlap(steps, r) for r in rounds]),
         ("time to first token against alone", [r.beside_seconds / r.alone_seconds for r in rounds]),
         ("time between tokens against normal", [r.interval / r.normal_interval for r in rounds]),
     ):
-        print(f"{name}: {statistics.median(values):.2f} (median of {len(values)})")
+        print(f"{name}: {statistics.median(values):.2f} (median of {len(values)})", flush=True)
 
 
-async def _rounds(address: str) -> list[Round]:
+async def _rounds(address: str, vocabulary: int) -> list[Round]:
     rng = random.Random(0)
+
+    def prompt_of(length: int) -> list[int]:
+        return rng.choices(range(vocabulary // 16, vocabulary), k=length)
+
     rounds = []
     async with AsyncClient(address) as client:
-        await _first_token(client, _random_prompt(rng, PROMPT_TOKENS))  # warms up
+        await _first_token(client, prompt_of(PROMPT_TOKENS))  # warms up
         for _ in range(ROUNDS):
-            done = await _one_round(client, rng)
+            done = await _one_round(client, prompt_of)
             rounds.append(done)
             print(
                 f"alone {done.alone_seconds:.2f} s; beside "
@@ -93,13 +108,13 @@ async def _rounds(address: str) -> list[Round]:
     return rounds
 
 
-async def _one_round(client: AsyncClient, rng: random.Random) -> Round:
+async def _one_round(client: AsyncClient, prompt_of: Callable[[int], list[int]]) -> Round:
     alone_start = time.perf_counter()
-    alone = await _first_token(client, _random_prompt(rng, PROMPT_TOKENS))
+    alone = await _first_token(client, prompt_of(PROMPT_TOKENS))
     async with asyncio.TaskGroup() as tasks:
         readers = [Reader() for _ in range(DECODES)]
         for reader in readers:
-            prompt = _random_prompt(rng, SHORT_PROMPT_TOKENS)
+            prompt = prompt_of(SHORT_PROMPT_TOKENS)
             reader.task = tasks.create_task(reader.read(client, prompt))
         for reader in readers:
             await reader.begun.wait()
@@ -107,7 +122,7 @@ async def _one_round(client: AsyncClient, rng: random.Random) -> Round:
         start = time.perf_counter()
         await asyncio.sleep(NORMAL_SECONDS)
         middle = time.perf_counter()
-        beside = await _first_token(client, _random_prompt(rng, PROMPT_TOKENS))
+        beside = await _first_token(client, prompt_of(PROMPT_TOKENS))
         end = time.perf_counter()
         for reader in readers:
             if reader.task is not None:
@@ -117,15 +132,13 @@ async def _one_round(client: AsyncClient, rng: random.Random) -> Round:
     return Round(
         alone_start,
         alone,
+        start,
+        middle,
         beside,
         statistics.mean(normal),
         statistics.mean(meanwhile),
         max(meanwhile),
     )
-
-
-def _random_prompt(rng: random.Random, length: int) -> list[int]:
-    return rng.choices(VOCABULARY, k=length)
 
 
 async def _first_token(client: AsyncClient, prompt: Sequence[int]) -> float:
@@ -162,28 +175,27 @@ def _intervals(arrivals: Sequence[Sequence[float]], start: float, end: float) ->
     ]
 
 
-def _spans(trace: Path) -> list[Span]:
-    lines = trace.read_text("utf-8").splitlines()
-    events = (json.loads(line[:-1]) for line in lines if line.endswith("},"))
-    return [
-        Span(event["tid"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
-        for event in events
-        if event["ph"] == "X"
-    ]
-
-
-def _overlap(spans: Sequence[Span], done: Round) -> float:
+def _overlap(steps: Sequence[StageStep], done: Round) -> float:
     """Share of the prefill alone in which both stages compute.
 
     The ranks' clock is the one of `time.perf_counter` (CLOCK_MONOTONIC on Linux).
     """
-    end = done.alone_start + done.alone_seconds
-    own = [span for span in spans if done.alone_start <= span.start and span.end <= end]
-    edges = sorted(edge for span in own for edge in ((span.start, 1), (span.end, -1)))
+    own = _within(steps, done.alone_start, done.alone_start + done.alone_seconds)
+    edges = sorted(edge for step in own for edge in ((step.start, 1), (step.end, -1)))
     both, active, last = 0.0, 0, edges[0][0]
     for at, change in edges:
-        if active > 1:
+        if active == PP_SIZE:
             both += at - last
         active += change
         last = at
     return both / (edges[-1][0] - edges[0][0])
+
+
+def _busy(steps: Sequence[StageStep], start: float, end: float) -> float:
+    """Share of a span of time in which a stage computes, on average."""
+    computed = sum(step.compute for step in _within(steps, start, end))
+    return computed / (end - start) / PP_SIZE
+
+
+def _within(steps: Sequence[StageStep], start: float, end: float) -> list[StageStep]:
+    return [step for step in steps if start <= step.start and step.end <= end]

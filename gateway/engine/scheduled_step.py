@@ -64,6 +64,8 @@ class ScheduledStep:
     """Query tokens in the step."""
     num_prompt_tokens: int
     """Those of them that belong to prompts, or to logs that are computed again."""
+    round_steps: int
+    """Steps since the sequence of its first row was in one before; 0 for one that starts."""
 
     @property
     def num_decodes(self) -> int:

@@ -6,6 +6,8 @@
 * Decodes first, then prompt chunks in order of service, under a token budget
   (`step_budget`: how much of each). The order of service is that of arrival, or
   of priority (`waiting_queue`).
+* Where little of a prompt would fit beside decodes, these go together in one step of a
+  round, and its others are for prompts.
 * As many steps as there are stages travel through them at a time, and with
   `async_batch_depth` so many more while no prompt is computed or could begin. The chunks
   of a prompt follow each other without waiting for a result.
@@ -34,12 +36,13 @@ from gateway.engine.scheduled_step import ScheduledStep, SchedulerLimits, Sequen
 from gateway.engine.sequence import Sequence, SequenceStatus
 from gateway.engine.sequence_blocks import SequenceBlocks
 from gateway.engine.step_budget import (
-    StepCosts,
+    ChunkBesideDecodes,
+    chunk_beside_decodes,
     decode_quota,
     lone_prompt_chunk,
-    mixed_prompt_chunk,
     useful_chunk,
 )
+from gateway.engine.step_costs import SeenStep, StepCosts
 from gateway.engine.step_draft import StepDraft
 from gateway.engine.types import FinishReason
 from gateway.engine.waiting_queue import WaitingQueue, service_order
@@ -68,6 +71,9 @@ class Scheduler:
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._next_step_id = 1
+        self._last_decode_step_id = 0
+        self._apart = False
+        """Decodes and prompts, of which there are both, go in different steps."""
         self._blocks = SequenceBlocks(
             self.limits.num_blocks,
             self.limits.block_size,
@@ -175,14 +181,20 @@ class Scheduler:
         if free_steps <= 0:
             return None
         draft = StepDraft(self._epoch, self._next_step_id, free_steps)
-        self._add_decodes(draft)
-        self._add_prompt_chunks(draft)
+        self._apart = self._are_apart(draft)
+        if self._apart:
+            self._fill_with_either(draft)
+        else:
+            self._add_decodes(draft)
+            self._add_prompt_chunks(draft)
         if not draft.rows:
             return None
         scheduled = draft.finish(self._released_slots)
         self._released_slots.clear()
         self._next_step_id += 1
         self._in_flight.append(scheduled)
+        if scheduled.num_decodes:
+            self._last_decode_step_id = scheduled.step.step_id
         return scheduled
 
     def apply(self, result: step_pb2.StepResult) -> list[SequenceOutput]:
@@ -200,9 +212,13 @@ class Scheduler:
         scheduled = self._in_flight.popleft()
         self._blocks.step_done(result.step_id)
         self._costs.observe(
-            scheduled.num_prompt_tokens,
-            scheduled.num_decodes,
-            result.clock.compute_ns * SECONDS_PER_NS,
+            SeenStep(
+                scheduled.num_prompt_tokens,
+                scheduled.num_decodes,
+                result.clock.compute_ns * SECONDS_PER_NS,
+                result.clock.end_ns * SECONDS_PER_NS,
+                scheduled.round_steps,
+            )
         )
         outputs = []
         for index, row in enumerate(scheduled.rows):
@@ -236,18 +252,21 @@ class Scheduler:
         # With one step more than there are batches, the first stage has its next one before the
         # gateway has heard of the last. Chunks of prompts lose nothing by queueing up; decodes do,
         # unless they are sent ahead: a batch more would make all of them smaller.
-        if self._num_decoding() == 0 or self.limits.async_scheduling:
+        if self._num_decoding() == 0 or self._sends_ahead():
             return self._num_batches() + 1
         return self._num_batches()
+
+    def _sends_ahead(self) -> bool:
+        # Apart from prompts decodes are due as a stage is done with one: it should not ask for them
+        # then.
+        return self.limits.async_scheduling or self._apart
 
     def _prompt_quota(self, draft: StepDraft) -> int:
         """Prompt tokens that may go into the step, one at least if there is budget."""
         limits = self.limits
         budget = limits.max_num_batched_tokens - draft.num_tokens
         if self._num_decoding():
-            num_prompts = len(self._prefilling) + min(len(self._waiting), len(self._free_slots))
-            chunk = mixed_prompt_chunk(self._costs, num_prompts, limits.min_prompt_chunk_tokens)
-            return min(budget, chunk)
+            return min(budget, self._chunk_beside_decodes().num_tokens)
         whole = sum(len(sequence.token_ids) for sequence in self._prefilling)
         pending = sum(sequence.num_unscheduled_tokens for sequence in self._prefilling)
         most = limits.max_num_batched_tokens * draft.free_steps
@@ -261,19 +280,49 @@ class Scheduler:
         useful = useful_chunk(self._costs, limits.min_prompt_chunk_tokens)
         return min(budget, lone_prompt_chunk(whole, pending, limits.num_stages, useful))
 
+    def _chunk_beside_decodes(self) -> ChunkBesideDecodes:
+        limits = self.limits
+        return chunk_beside_decodes(
+            self._costs,
+            num_prompts=len(self._prefilling) + min(len(self._waiting), len(self._free_slots)),
+            num_decodes=self._num_decoding(),
+            num_stages=limits.num_stages,
+            default_tokens=limits.min_prompt_chunk_tokens,
+        )
+
     # Filling a step.
 
-    def _add_decodes(self, draft: StepDraft) -> None:
+    def _are_apart(self, draft: StepDraft) -> bool:
+        """Whether decodes and prompts, of which there are both, go in different steps."""
+        if not self._num_decoding() or not (self._prefilling or self._waiting):
+            return False
+        if not self._chunk_beside_decodes().apart:
+            return False
+        return bool(self._prefilling) or self._next_admission(draft) is not None
+
+    def _fill_with_either(self, draft: StepDraft) -> None:
+        """All decodes, a round after they went the last time; prompts in between."""
+        due = draft.step_id - self._last_decode_step_id >= self.limits.num_stages
+        if not due:
+            self._add_prompt_chunks(draft)
+            if not draft.rows:
+                self._add_decodes(draft)
+            return
+        self._add_decodes(draft, together=True)
+        if not draft.rows and not any(scheduled.num_decodes for scheduled in self._in_flight):
+            self._add_prompt_chunks(draft)
+
+    def _add_decodes(self, draft: StepDraft, *, together: bool = False) -> None:
         latest = draft.step_id - self._steps_of_a_round()
         ready = [sequence for sequence in self._ready if _can_decode(sequence, latest)]
         if not ready:
             return
         num_batches = self._num_batches()
         free_batches = max(1, num_batches - len(self._in_flight))
-        quota = min(
-            decode_quota(len(ready), self._num_decoding(), free_batches, num_batches),
-            self.limits.max_num_batched_tokens,
-        )
+        quota = len(ready)
+        if not together:
+            quota = decode_quota(quota, self._num_decoding(), free_batches, num_batches)
+        quota = min(quota, self.limits.max_num_batched_tokens)
         for sequence in ready:
             if draft.num_tokens >= quota:
                 break
@@ -355,7 +404,7 @@ class Scheduler:
         samples = num_tokens == sequence.num_unscheduled_tokens
         new_block_ids = self._blocks.grow(sequence, end, draft.step_id)
         draft.add_row(sequence, num_tokens, new_block_ids, samples=samples)
-        if samples and self.limits.async_scheduling and sequence.num_tokens_to_come > 0:
+        if samples and self._sends_ahead() and sequence.num_tokens_to_come > 0:
             self._ready[sequence] = None
             draft.return_tokens()
 

@@ -22,6 +22,7 @@ class StepDraft:
         "free_steps",
         "num_prompt_tokens",
         "num_tokens",
+        "round_steps",
         "rows",
         "short_of_blocks",
         "step_id",
@@ -35,6 +36,7 @@ class StepDraft:
         self.rows: list[ScheduledRow] = []
         self.num_tokens = 0
         self.num_prompt_tokens = 0
+        self.round_steps = 0
         self.short_of_blocks = False
         """Somebody got no block: this is no step for newcomers."""
 
@@ -61,6 +63,8 @@ class StepDraft:
             reference.step_id, reference.row = sequence.expected[0]
         if samples:
             sequence.expected.append(ExpectedToken(self.step_id, len(self.rows)))
+        if not self.rows and sequence.last_step_id:
+            self.round_steps = self.step_id - sequence.last_step_id
         self.rows.append(ScheduledRow(sequence, 1 if samples else 0))
         self.num_tokens += num_tokens
         sequence.num_scheduled_tokens = end
@@ -74,4 +78,6 @@ class StepDraft:
     def finish(self, released_slots: Iterable[int]) -> ScheduledStep:
         """The step, complete."""
         self._message.released_slots.extend(released_slots)
-        return ScheduledStep(self._message, self.rows, self.num_tokens, self.num_prompt_tokens)
+        return ScheduledStep(
+            self._message, self.rows, self.num_tokens, self.num_prompt_tokens, self.round_steps
+        )

@@ -203,6 +203,7 @@ class SimulatedMesh:
         flight = self._flights.popleft()
         result = step_pb2.StepResult(epoch=flight.step.epoch, step_id=flight.step.step_id)
         result.clock.compute_ns = round(flight.seconds * 1e9)
+        result.clock.end_ns = round(flight.finish_time * 1e9)
         for row, read in enumerate(flight.reads):
             context = self._context(read.block_table, read.num_tokens)
             assert hash(context) == read.checksum, "a block was reused while a step was reading it"

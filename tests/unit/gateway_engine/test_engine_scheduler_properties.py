@@ -152,6 +152,9 @@ def test_any_traffic_gives_the_sequential_answers(setting: Setting, visits: list
     check_ends(sim, setting, sequences)
     event(f"cached: {min(sim.mesh.num_cached_tokens, 1)}")
     event(f"references: {min(sim.mesh.num_references, 1)}")
+    steps = [(step.num_decodes > 0, step.num_prompt_tokens > 0) for step in sim.scheduled]
+    apart = ((True, False), (False, True), (True, False))
+    event(f"apart: {apart in zip(steps, steps[1:], steps[2:], strict=False)}")
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from statistics import mean
 
 import hypothesis.strategies as st
@@ -16,56 +17,97 @@ from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence
 from gateway.engine.step_budget import (
     MIN_LONE_CHUNK_TOKENS,
-    MIN_MIXED_CHUNK_TOKENS,
-    StepCosts,
+    ChunkBesideDecodes,
+    chunk_beside_decodes,
     lone_prompt_chunk,
-    mixed_prompt_chunk,
     useful_chunk,
 )
+from gateway.engine.step_costs import MIN_CHUNK_TOKENS, SeenStep, StepCosts
 from stagemesh.v1 import step_pb2
+
+
+def observe(seen: StepCosts, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
+    """A step apart from others."""
+    seen.observe(SeenStep(num_prompt_tokens, num_decodes, seconds, 0.0, 0))
 
 
 def costs(decode_seconds: float, token_seconds: float, repeats: int = 5) -> StepCosts:
     seen = StepCosts()
     for _ in range(repeats):
-        seen.observe(0, 8, decode_seconds)
-        seen.observe(100, 8, decode_seconds + 100 * token_seconds)
+        observe(seen, 0, 8, decode_seconds)
+        observe(seen, 100, 8, decode_seconds + 100 * token_seconds)
     return seen
 
 
-def test_a_prompt_beside_decodes_doubles_their_step_at_most() -> None:
-    assert mixed_prompt_chunk(costs(0.02, 0.0001), 1, 128) == pytest.approx(200, abs=1)
+def beside(seen: StepCosts, num_prompts: int = 1, num_stages: int = 1) -> ChunkBesideDecodes:
+    """Eight decodes in each of the steps of a round."""
+    return chunk_beside_decodes(seen, num_prompts, 8 * num_stages, num_stages, 128)
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_a_prompt_beside_decodes_doubles_their_step_at_most(num_stages: int) -> None:
+    chunk = beside(costs(0.02, 0.0001), num_stages=num_stages)
+    assert not chunk.apart
+    assert chunk.num_tokens == pytest.approx(200, abs=1)
 
 
 @pytest.mark.parametrize(("num_prompts", "shares"), [(1, 1), (2, 2), (3, 4.5), (4, 8), (30, 8)])
 def test_a_crowd_of_prompts_gets_the_time_that_its_number_asks_for(
     num_prompts: int, shares: float
 ) -> None:
-    chunk = mixed_prompt_chunk(costs(0.02, 0.0001), num_prompts, 128)
-    assert chunk == pytest.approx(200 * shares, abs=1)
+    chunk = beside(costs(0.02, 0.0001), num_prompts)
+    assert chunk.num_tokens == pytest.approx(200 * shares, abs=1)
 
 
 def test_before_steps_were_seen_a_chunk_has_its_least_useful_size() -> None:
-    assert mixed_prompt_chunk(StepCosts(), 1, 128) == 128
+    assert beside(StepCosts()) == (128, False)
 
 
-def test_dear_tokens_do_not_stop_a_prompt() -> None:
-    assert mixed_prompt_chunk(costs(0.001, 0.1), 1, 128) == MIN_MIXED_CHUNK_TOKENS
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_dear_tokens_do_not_stop_a_prompt(num_stages: int) -> None:
+    assert beside(costs(0.001, 0.1), num_stages=num_stages).num_tokens == MIN_CHUNK_TOKENS
 
 
 def test_outliers_and_tiny_chunks_teach_nothing() -> None:
     """F25: a first step of a second, a negative difference, a chunk of two tokens."""
     seen = costs(0.02, 0.0001)
-    seen.observe(0, 8, 1.0)
-    seen.observe(2, 8, 0.5)
-    seen.observe(100, 8, 0.001)
-    assert mixed_prompt_chunk(seen, 1, 128) == pytest.approx(200, abs=1)
+    observe(seen, 0, 8, 1.0)
+    observe(seen, 2, 8, 0.5)
+    observe(seen, 100, 8, 0.001)
+    assert beside(seen).num_tokens == pytest.approx(200, abs=1)
+
+
+def test_few_tokens_go_apart_and_get_what_decodes_together_save() -> None:
+    """Four decodes take 10 ms, eight 16: of a round of 38 ms, nearly twice the usual one, a step of
+    all decodes leaves 22, in which a prompt's tokens cost 2 ms each."""
+    seen = StepCosts()
+    for _ in range(5):
+        observe(seen, 0, 4, 0.010)
+        observe(seen, 0, 8, 0.016)
+        observe(seen, 50, 0, 0.100)
+    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (11, True)
+    # Of a step with a part of the decodes a crowd gets more than a few tokens: 8 * 10 / 2.
+    assert chunk_beside_decodes(seen, 4, 8, 2, 128) == (40, False)
+    # 16 decodes, of which none was seen, are taken for 16 * (1 + 16/8) / 2 = 24 ms: three steps of
+    # prompts would have (76 - 24) / 3 each, less than that.
+    assert chunk_beside_decodes(seen, 1, 16, 4, 128) == (MIN_CHUNK_TOKENS, False)
+
+
+def test_a_slow_first_step_of_all_decodes_does_not_keep_prompts_beside_them_for_ever() -> None:
+    """While they stay beside them, no other is seen."""
+    seen = StepCosts()
+    for _ in range(5):
+        observe(seen, 0, 4, 0.010)
+        observe(seen, 50, 0, 0.100)
+    observe(seen, 0, 8, 0.200)
+    # Two steps of four decodes are two rounds of 20 ms less 5 %, less those two steps.
+    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (9, True)
 
 
 def test_a_chunk_alone_is_worth_three_steps_of_decodes() -> None:
     seen = costs(0.02, 0.0001)
     for _ in range(5):
-        seen.observe(512, 0, 0.02 + 512 * 0.0001)
+        observe(seen, 512, 0, 0.02 + 512 * 0.0001)
     each = (0.02 + 512 * 0.0001) / 512
     assert useful_chunk(seen, 128) == int(3 * 0.02 / each)
     assert useful_chunk(costs(0.01, 0.0012), 128) == MIN_LONE_CHUNK_TOKENS
@@ -108,14 +150,18 @@ class Watch:
         ]
 
 
-def simulation(num_stages: int, fixed: float, per_token: float) -> Simulation:
+def simulation(
+    num_stages: int, fixed: float, per_token: float, *, ahead: bool = True, num_blocks: int = 1024
+) -> Simulation:
     """Stages whose steps cost something fixed and something for each token, as devices' do."""
 
     def seconds(step: step_pb2.Step) -> float:
         return fixed + per_token * sum(len(row.token_ids) for row in step.rows)
 
-    sizes = {"num_blocks": 1024, "block_size": 16, "max_num_seqs": 64}
-    limits = SchedulerLimits(**sizes, max_num_batched_tokens=512, num_stages=num_stages)
+    sizes = {"num_blocks": num_blocks, "block_size": 16, "max_num_seqs": 64}
+    limits = SchedulerLimits(
+        **sizes, max_num_batched_tokens=512, num_stages=num_stages, async_scheduling=ahead
+    )
     mesh = SimulatedMesh(
         **sizes, max_num_batched_tokens=512, num_stages=num_stages, stage_seconds=seconds
     )
@@ -164,6 +210,38 @@ def test_a_long_prompt_beside_decodes() -> None:
     assert first_token - comes_at <= 1.5 * ttft_alone
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_decodes_go_together_where_little_of_a_prompt_fits_beside_them(
+    num_stages: int, ahead: bool
+) -> None:
+    """A CPU's costs: a token is as dear as a twentieth of a step. No stage waits meanwhile."""
+    sim = simulation(num_stages, 0.004, 0.001, ahead=ahead)
+    watch = Watch(sim)
+    decodes = [new_sequence(prompt_of(16, seed=1 + i), 250) for i in range(2 * num_stages)]
+    for sequence in decodes:
+        sim.scheduler.add(sequence)
+    long = new_sequence(prompt_of(600), 1)
+    comes_at = 2.0
+    sim.run([(comes_at, partial(sim.scheduler.add, long))])
+    chunks = [
+        index
+        for index, step in enumerate(sim.scheduled)
+        if any(row.sequence is long for row in step.rows)
+    ]
+    steps = sim.scheduled[chunks[0] : chunks[-1] + 1]
+    assert all(step.num_decodes == 0 or step.num_prompt_tokens == 0 for step in steps)
+    together = [i for i, step in enumerate(steps) if step.num_decodes == len(decodes)]
+    rounds = [later - earlier for earlier, later in pairwise(together)]
+    assert len(rounds) > 10
+    assert set(rounds) == {num_stages}
+    (first_token,) = watch.times[long]
+    normal = mean(watch.gaps(comes_at / 2, comes_at, decodes))
+    assert mean(watch.gaps(comes_at, first_token, decodes)) <= 2.1 * normal
+    spent = sum(0.004 + 0.001 * step.num_tokens for step in steps)
+    assert spent >= 0.93 * (first_token - comes_at)
+
+
 @settings(max_examples=10, deadline=None)
 @given(ratio=st.integers(5, 400), num_stages=st.integers(1, 4))
 def test_decodes_are_never_held_up_much(ratio: int, num_stages: int) -> None:
@@ -180,6 +258,6 @@ def test_decodes_are_never_held_up_much(ratio: int, num_stages: int) -> None:
     sim.run([(comes_at, partial(sim.scheduler.add, long))])
     normal = mean(watch.gaps(comes_at / 2, comes_at, decodes))
     beside = watch.gaps(comes_at, watch.times[long][0], decodes)
-    smallest = num_stages * MIN_MIXED_CHUNK_TOKENS * fixed / ratio
+    smallest = num_stages * MIN_CHUNK_TOKENS * fixed / ratio
     assert beside, "no decode waited beside the prompt"
-    assert mean(beside) <= normal + max(1.1 * normal, 1.1 * smallest)
+    assert mean(beside) <= normal + max(1.15 * normal, 1.1 * smallest)
