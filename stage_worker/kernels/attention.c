@@ -7,31 +7,48 @@
 /* Query heads at a time; a group at least. */
 #define MAX_HEADS 64
 
-/* H query heads q [H][dim] of one KV head against LANES keys [dim] -> LANES products of each, SPAN
- * apart. As much of `soon` is fetched. */
+#ifdef __AVX512DQ__ /* 32 registers */
+#define MOST_PRODUCTS 3
+#define KEYS 4
+#define MOST_ROWS 4
+#else
+#define MOST_PRODUCTS 1
+#define KEYS LANES
+#define MOST_ROWS 1
+#endif
+
+/* H query heads q [H][dim] of one KV head against LANES keys [dim], KEYS at a time -> LANES products of
+ * each, SPAN apart. As much of `soon` is fetched, and the keys that come next once more: a core
+ * drops what it is asked to fetch while too much is under way (measured on Zen 4: the cache comes
+ * with 18 GB/s where keys are asked for once, with 24 where twice). */
 #define DEFINE_PRODUCTS(H)                                                                        \
     static void products_##H(const float *q, const float *const *keys, const float *const *soon,  \
                              int64_t offset, int64_t dim, float scale, float *scores) {           \
-        vec d[H][LANES] = {0};                                                                    \
-        for (int64_t i = 0; i < dim; i += LANES) {                                                \
-            UNROLL for (int l = 0; l < LANES; l++) {                                              \
-                vec key = *(const vec *)(keys[l] + offset + i);                                   \
-                UNROLL for (int h = 0; h < H; h++)                                                \
-                    d[h][l] += *(const vec *)(q + h * dim + i) * key;                             \
+        vec d[H][LANES];                                                                          \
+        UNROLL for (int l = 0; l < LANES; l += KEYS) {                                            \
+            wide part[H][KEYS] = {0};                                                             \
+            for (int64_t i = 0; i < dim; i += WIDE) {                                             \
+                UNROLL for (int k = 0; k < KEYS; k++) {                                           \
+                    wide key = *(const wide *)(keys[l + k] + offset + i);                         \
+                    UNROLL for (int h = 0; h < H; h++)                                            \
+                        part[h][k] = wide_times_plus(*(const wide *)(q + h * dim + i), key,       \
+                                                     part[h][k]);                                 \
+                }                                                                                 \
+                if (soon != NULL && i % LINE == 0)                                                \
+                    UNROLL for (int k = 0; k < KEYS; k++) {                                       \
+                        __builtin_prefetch(soon[l + k] + offset + i, 0, 2);                       \
+                        __builtin_prefetch(keys[l + k + LANES] + offset + i, 0, 2);               \
+                    }                                                                             \
             }                                                                                     \
-            if (soon != NULL && i % LINE == 0)                                                    \
-                for (int l = 0; l < LANES; l++)                                                   \
-                    __builtin_prefetch(soon[l] + offset + i, 0, 2);                               \
+            UNROLL for (int h = 0; h < H; h++)                                                    \
+                UNROLL for (int k = 0; k < KEYS; k++) d[h][l + k] = fold(part[h][k]);             \
         }                                                                                         \
         UNROLL for (int h = 0; h < H; h++) *(vec *)(scores + h * SPAN) = sums(d[h]) * scale;      \
     }
 DEFINE_PRODUCTS(1)
-#ifdef __AVX512VL__ /* 32 registers */
-#define MOST_PRODUCTS 3
+#if MOST_PRODUCTS > 1
 DEFINE_PRODUCTS(2)
 DEFINE_PRODUCTS(3)
-#else
-#define MOST_PRODUCTS 1
 #endif
 
 static void products(int heads, const float *q, const float *const *keys, const float *const *soon,
@@ -45,79 +62,78 @@ static void products(int heads, const float *q, const float *const *keys, const 
     }
 }
 
-/* out [M][dim] += weights [M][SPAN] x values [count][dim], PANEL features at a time; as much of
+/* The first R * PANEL features of out [M][dim] += weights [M][SPAN] x values [count][dim]; as much of
  * `soon` is fetched. */
-#define DEFINE_MIX(M)                                                                             \
-    static void mix_##M(const float *weights, const float *const *values,                         \
-                        const float *const *soon, int64_t offset, int count, int64_t dim,         \
-                        float *out) {                                                             \
-        for (int64_t i = 0; i < dim; i += PANEL) {                                                \
-            vec low[M], high[M];                                                                  \
-            for (int m = 0; m < M; m++) {                                                         \
-                low[m] = *(vec *)(out + m * dim + i);                                             \
-                high[m] = *(vec *)(out + m * dim + i + LANES);                                    \
+#define DEFINE_MIX(M, R)                                                                          \
+    static void mix_##M##_##R(const float *weights, const float *const *values,                   \
+                              const float *const *soon, int64_t offset, int count, int64_t dim,   \
+                              float *out) {                                                       \
+        row mixed[M][R];                                                                          \
+        UNROLL for (int m = 0; m < M; m++)                                                        \
+            UNROLL for (int r = 0; r < R; r++) mixed[m][r] = load(out + m * dim + r * PANEL);     \
+        for (int t = 0; t < count; t++) {                                                         \
+            row value[R];                                                                         \
+            UNROLL for (int r = 0; r < R; r++) {                                                  \
+                value[r] = load(values[t] + offset + r * PANEL);                                  \
+                __builtin_prefetch(soon[t] + offset + r * PANEL, 0, 2);                           \
             }                                                                                     \
-            for (int t = 0; t < count; t++) {                                                     \
-                const float *value = values[t] + offset + i;                                      \
-                vec v0 = *(const vec *)value, v1 = *(const vec *)(value + LANES);                 \
-                __builtin_prefetch(soon[t] + offset + i, 0, 2);                                   \
-                for (int m = 0; m < M; m++) {                                                     \
-                    low[m] += v0 * weights[m * SPAN + t];                                         \
-                    high[m] += v1 * weights[m * SPAN + t];                                        \
-                }                                                                                 \
-            }                                                                                     \
-            for (int m = 0; m < M; m++) {                                                         \
-                *(vec *)(out + m * dim + i) = low[m];                                             \
-                *(vec *)(out + m * dim + i + LANES) = high[m];                                    \
-            }                                                                                     \
+            UNROLL for (int m = 0; m < M; m++)                                                    \
+                UNROLL for (int r = 0; r < R; r++)                                                \
+                    mixed[m][r] = times_plus(value[r], weights[m * SPAN + t], mixed[m][r]);       \
         }                                                                                         \
+        UNROLL for (int m = 0; m < M; m++)                                                        \
+            UNROLL for (int r = 0; r < R; r++) store(out + m * dim + r * PANEL, mixed[m][r]);     \
     }
-DEFINE_MIX(1)
-DEFINE_MIX(2)
-DEFINE_MIX(3)
-DEFINE_MIX(4)
+#define CASE_MIX(M, R)                                                                            \
+    case M: mix_##M##_##R(weights, values, soon, offset + i, count, dim, out + i); break;
+#define EVERY_MIX(DO, R) DO(1, R) DO(2, R) DO(3, R) DO(4, R)
+EVERY_MIX(DEFINE_MIX, 1)
+#if MOST_ROWS > 1
+EVERY_MIX(DEFINE_MIX, 4)
+#endif
 
 static void mix(int heads, const float *weights, const float *const *values,
                 const float *const *soon, int64_t offset, int count, int64_t dim, float *out) {
-    switch (heads) {
-    case 1: mix_1(weights, values, soon, offset, count, dim, out); break;
-    case 2: mix_2(weights, values, soon, offset, count, dim, out); break;
-    case 3: mix_3(weights, values, soon, offset, count, dim, out); break;
-    default: mix_4(weights, values, soon, offset, count, dim, out);
-    }
+    int64_t i = 0;
+#if MOST_ROWS > 1
+    for (; i + MOST_ROWS * PANEL <= dim; i += MOST_ROWS * PANEL)
+        switch (heads) { EVERY_MIX(CASE_MIX, 4) }
+#endif
+    for (; i < dim; i += PANEL)
+        switch (heads) { EVERY_MIX(CASE_MIX, 1) }
 }
 
-/* Scores of `seen` positions of a span to weights of all SPAN, 0 behind them; rescales what is summed up, with a
- * running maximum (Milakov and Gimelshein, 2018), so that nothing of the sequence's length is
- * kept. */
-static void soften(float *row, int64_t seen, float *best, float *total, float *out, int64_t dim) {
-    vec largest = splat(*best), part = {0};
-    float top = *best;
-    int64_t padded = (seen + LANES - 1) / LANES * LANES;
-    for (int64_t i = seen; i < padded; i++)
-        row[i] = -__builtin_inff();
-    for (int64_t i = 0; i < padded; i += LANES) {
-        vec scores = *(vec *)(row + i);
-        largest = choose(scores > largest, scores, largest);
-    }
-    for (int i = 0; i < LANES; i++)
-        top = largest[i] > top ? largest[i] : top;
-    for (int64_t i = 0; i < padded; i += LANES) {
-        vec e = vexp(*(vec *)(row + i) - top);
-        *(vec *)(row + i) = e;
-        part += e;
-    }
-    for (int64_t i = padded; i < SPAN; i += LANES)
-        *(vec *)(row + i) = splat(0.0f);
-    if (top > *best) {
-        /* exp(-inf) is 0 the first time. */
-        float keep = vexp(splat(*best - top))[0];
+/* Scores of `count` positions of a span, as powers of 2, to weights; rescales what these have summed up,
+ * with a running maximum (Milakov and Gimelshein, 2018), so that nothing of the sequence's length
+ * is kept. */
+static void soften(float *scores, int count, float *best, wide *total, float *out, int64_t dim) {
+    for (int i = count; i % WIDE != 0; i++)
+        scores[i] = -__builtin_inff();
+    wide largest = *(wide *)scores, part = {0};
+    for (int i = WIDE; i < count; i += WIDE)
+        largest = larger_of(*(wide *)(scores + i), largest);
+    float before = *best, top = largest_in(largest);
+    if (top > before) {
+        /* 2^-inf is 0 the first time. */
+        float keep = power_of_2((wide){0} + (before - top))[0];
         *total *= keep;
         for (int64_t i = 0; i < dim; i += LANES)
             *(vec *)(out + i) *= keep;
         *best = top;
     }
-    *total += sum(part);
+    for (int i = 0; i < count; i += WIDE) {
+        wide e = power_of_2(*(wide *)(scores + i) - *best);
+        *(wide *)(scores + i) = e;
+        part += e;
+    }
+    *total += part;
+}
+
+/* Positions of a span of this sequence: about as many in the last as in the others, so that each has time
+ * to fetch the next. */
+static int64_t span_size(const sequence *s) {
+    int64_t spans = (s->length + SPAN - 1) / SPAN, size = (s->length + spans - 1) / spans;
+    return (size + LANES - 1) / LANES * LANES;
 }
 
 /* The query heads q [heads, dim] of KV heads `kv_head` and on -> out [heads, dim]. A position's
@@ -125,50 +141,50 @@ static void soften(float *row, int64_t seen, float *best, float *total, float *o
  * The first keys of the sequence `after` are fetched at the end. */
 static void attend(const sequence *s, const sequence *after, int64_t kv_head, int heads,
                    const float *q, float scale, float *out) {
-    float scores[MAX_HEADS * SPAN], best[MAX_HEADS], total[MAX_HEADS];
-    const float *first[SPAN], *second[SPAN], *values[SPAN];
-    const float **keys = first, **next_keys = second;
-    int64_t dim = s->dim, group = s->group;
+    float scores[MAX_HEADS * SPAN] __attribute__((aligned(LINE * sizeof(float))));
+    float best[MAX_HEADS];
+    wide total[MAX_HEADS];
+    span first, second, *now = &first, *next = &second;
+    int64_t dim = s->dim, group = s->group, size = span_size(s);
     for (int h = 0; h < heads; h++) {
         best[h] = -__builtin_inff();
-        total[h] = 0.0f;
+        total[h] = (wide){0};
     }
     memset(out, 0, (size_t)heads * (size_t)dim * sizeof(float));
-    locate(s, s->keys, kv_head, 0, span_end(s, 0), keys);
-    for (int64_t start = 0; start < s->length; start += SPAN) {
-        int count = (int)span_end(s, start), padded = (count + LANES - 1) / LANES * LANES;
-        locate(s, s->values, kv_head, start, count, values);
+    find(s, kv_head, 0, smaller(size, s->length), now);
+    for (int64_t start = 0; start < s->length; start += size) {
+        int count = now->count, padded = (count + LANES - 1) / LANES * LANES;
         /* Behind the end the last one again: its product is not looked at. */
-        for (int t = count; t < padded; t++) {
-            keys[t] = keys[count - 1];
-            values[t] = values[count - 1];
-        }
+        for (int t = count; t < padded + LANES; t++)
+            now->keys[t] = now->keys[count - 1];
+        for (int t = count; t < padded; t++)
+            now->values[t] = now->values[count - 1];
+        if (start + size < s->length)
+            find(s, kv_head, start + size, smaller(start + 2 * size, s->length), next);
+        else
+            find(after, kv_head, 0, smaller(span_size(after), after->length), next);
+        for (int t = next->count; t < count; t++)
+            next->keys[t] = now->values[t];
         /* Values come while keys are multiplied, and the next keys while values are: memory is
          * never idle, and nothing waits that could have been asked for before. */
         for (int t = 0; t < padded; t += LANES)
             for (int64_t h = 0; h < heads; h += group)
                 for (int64_t g = 0; g < group; g += MOST_PRODUCTS)
-                    products((int)(group - g < MOST_PRODUCTS ? group - g : MOST_PRODUCTS),
-                             q + (h + g) * dim, keys + t, g == 0 ? values + t : NULL,
-                             h / group * dim, dim, scale, scores + (h + g) * SPAN + t);
+                    products((int)smaller(group - g, MOST_PRODUCTS), q + (h + g) * dim,
+                             now->keys + t, g == 0 ? now->values + t : NULL, h / group * dim, dim,
+                             scale, scores + (h + g) * SPAN + t);
         for (int h = 0; h < heads; h++)
             soften(scores + h * SPAN, count, best + h, total + h, out + h * dim, dim);
-        int is_last = start + SPAN >= s->length;
-        const sequence *next = is_last ? after : s;
-        int64_t next_start = is_last ? 0 : start + SPAN, left = span_end(next, next_start);
-        locate(next, next->keys, kv_head, next_start, left, next_keys);
-        for (int64_t t = left; t < count; t++)
-            next_keys[t] = values[t];
         for (int64_t h = 0; h < heads; h += group)
             for (int64_t g = 0; g < group; g += 4)
-                mix((int)(group - g), scores + (h + g) * SPAN, values, next_keys, h / group * dim,
-                    count, dim, out + (h + g) * dim);
-        const float **done = keys;
-        keys = next_keys;
-        next_keys = done;
+                mix((int)smaller(group - g, 4), scores + (h + g) * SPAN, now->values, next->keys,
+                    h / group * dim, count, dim, out + (h + g) * dim);
+        span *done = now;
+        now = next;
+        next = done;
     }
     for (int h = 0; h < heads; h++) {
-        float inverse = 1.0f / total[h];
+        float inverse = 1.0f / sum(fold(total[h]));
         for (int64_t i = 0; i < dim; i += LANES)
             *(vec *)(out + h * dim + i) *= inverse;
     }
@@ -198,8 +214,8 @@ void stagemesh_decode_attention(const float *qkv, int64_t width, const int64_t *
         sequence after = s;
         after.table = tables + following * blocks;
         after.length = lengths[following];
-        attend(&s, &after, kv_head, (int)taken * group, qkv + indices[row] * width + offset, scale,
-               y + indices[row] * heads * dim + offset);
+        attend(&s, &after, kv_head, (int)taken * group, qkv + indices[row] * width + offset,
+               scale * LOG2_E, y + indices[row] * heads * dim + offset);
     }
 }
 

@@ -1,8 +1,10 @@
 /* A sequence's keys and values in the paged cache. */
-#include <stdint.h>
+#include "vector.h"
 
 /* Positions at a time: their scores stay in the first-level cache. */
 #define SPAN 64
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct {
     const float *keys, *values;
@@ -23,6 +25,16 @@ static void locate(const sequence *s, const float *cache, int64_t kv_head, int64
     }
 }
 
-static inline int64_t span_end(const sequence *s, int64_t start) {
-    return s->length - start < SPAN ? s->length - start : SPAN;
+/* Keys and values of positions that follow each other. */
+typedef struct {
+    const float *keys[SPAN + LANES], *values[SPAN]; /* Room to look a few keys ahead. */
+    int64_t start;
+    int count;
+} span;
+
+static void find(const sequence *s, int64_t kv_head, int64_t start, int64_t end, span *to) {
+    to->start = start;
+    to->count = (int)smaller(end - start, SPAN);
+    locate(s, s->keys, kv_head, start, to->count, to->keys);
+    locate(s, s->values, kv_head, start, to->count, to->values);
 }

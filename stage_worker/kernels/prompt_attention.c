@@ -26,20 +26,6 @@ typedef struct {
     float best[TILE_FLOATS / PANEL], total[TILE_FLOATS / PANEL];
 } tile __attribute__((aligned(LINE * sizeof(float))));
 
-/* Keys and values [width] of positions that follow each other. */
-typedef struct {
-    const float *keys[SPAN], *values[SPAN];
-    int64_t start;
-    int count;
-} span;
-
-static void find(const sequence *s, int64_t kv_head, int64_t start, int64_t end, span *to) {
-    to->start = start;
-    to->count = (int)(end - start < SPAN ? end - start : SPAN);
-    locate(s, s->keys, kv_head, start, to->count, to->keys);
-    locate(s, s->values, kv_head, start, to->count, to->values);
-}
-
 /* A span that is fetched beside the products of the one before, so evenly that neither waits. */
 typedef struct {
     const span *span;
@@ -239,7 +225,6 @@ static void give_sums(const float *out, const float *total, const queries *q, in
     }
 }
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t whole_panels(int64_t rows) { return (rows + PANEL - 1) / PANEL * PANEL; }
 
 /* The `count` rows of qkv [.., width] are the queries at positions first, first + 1 ... of a

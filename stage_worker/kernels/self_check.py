@@ -30,7 +30,8 @@ _MANY_ROWS = 70
 """So many that a short weight is made float32 for all of them at once."""
 _GROUPS = (1, 2, 3, 4, 7)
 """Query heads of one KV head; more than four are taken in parts of four."""
-_DIM = 32
+_DIM = 80
+"""Four registers of 16 numbers, which are mixed at a time, and one."""
 _KV_HEADS = 2
 _BLOCK_SIZE = 16
 _ROWS = (RowSpan(0, 2, 1), RowSpan(1, 69, 1), RowSpan(2, 0, 9), RowSpan(3, 61, 8))

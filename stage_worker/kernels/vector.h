@@ -4,6 +4,7 @@
  * NEON by the compiler's flags. Every row's sums are added in one order whatever the batch, so a
  * sequence's result does not depend on its company. Compiled on first use by `kernels/build.py`.
  */
+#pragma once
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -99,6 +100,15 @@ static inline vec vexp(vec x) {
     return choose(tiny, splat(0.0f), e * (vec)exponent);
 }
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef SHUFFLE /* GCC before 12 */
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
 #define LOG2_E 1.44269504088896341f
 
 /* 2^r for r from 0 to 1, to 8e-8 of it (minimax, exactly 1 at 0). */
@@ -117,6 +127,15 @@ static inline wide power_of_2(wide x) {
     return (wide)_mm512_maskz_scalef_ps(normal, (__m512)POWER_OF_2(r), (__m512)x);
 }
 static inline wide larger_of(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline float largest_in(wide a) { return _mm512_reduce_max_ps((__m512)a); }
+/* a * b + sum with one rounding. */
+static inline wide wide_times_plus(wide a, wide b, wide sum) {
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+}
+/* Half as many numbers with the same sum, where there are more than LANES. */
+static inline vec fold(wide a) {
+    return (vec)_mm512_castps512_ps256((__m512)a) + (vec)_mm512_extractf32x8_ps((__m512)a, 1);
+}
 #else
 #define WIDE LANES
 typedef vec wide;
@@ -129,6 +148,19 @@ static inline wide power_of_2(wide x) {
     return (vec)((ivec)(POWER_OF_2(r) * (vec)exponent) & normal);
 }
 static inline wide larger_of(wide a, wide b) { return choose(a > b, a, b); }
+static inline float largest_in(wide a) {
+    a = larger_of(a, SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3));
+    a = larger_of(a, SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5));
+    return a[0] > a[1] ? a[0] : a[1];
+}
+static inline wide wide_times_plus(wide a, wide b, wide sum) {
+#ifdef __FMA__
+    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return a * b + sum;
+#endif
+}
+static inline vec fold(wide a) { return a; }
 #endif
 
 static inline float sum(vec v) {
@@ -138,26 +170,18 @@ static inline float sum(vec v) {
     return total;
 }
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#endif
-#endif
-#ifndef SHUFFLE /* GCC before 12 */
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-
-/* The sums of LANES vectors, one in each lane: pairs of lanes, then of pairs, then of halves. */
+/* The sums of LANES vectors, one in each lane. Lanes stay in their half until the end, and half of each
+ * sum's lanes in their place: shuffles are what this costs. */
 static inline vec sums(const vec d[LANES]) {
     vec pairs[LANES / 2], fours[LANES / 4];
     for (int i = 0; i < LANES / 2; i++)
-        pairs[i] = SHUFFLE(d[2 * i], d[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
-                   SHUFFLE(d[2 * i], d[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        pairs[i] = SHUFFLE(d[2 * i], d[2 * i + 1], 0, 1, 10, 11, 4, 5, 14, 15) +
+                   SHUFFLE(d[2 * i], d[2 * i + 1], 2, 3, 8, 9, 6, 7, 12, 13);
     for (int i = 0; i < LANES / 4; i++)
-        fours[i] = SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
-                   SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
-    return SHUFFLE(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-           SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
+        fours[i] = SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 2, 8, 10, 4, 6, 12, 14) +
+                   SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 1, 3, 9, 11, 5, 7, 13, 15);
+    return SHUFFLE(fours[0], fours[1], 0, 1, 2, 3, 12, 13, 14, 15) +
+           SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 8, 9, 10, 11);
 }
 
 /* LANES vectors to their columns. */

@@ -295,7 +295,7 @@ class TestLibrary:
             ("layers.c", "vexp(-g) + 1.0f", "vexp(-g) + 1.01f", "SiLU"),
             ("layers.c", "(c + i) + b *", "(c + i) - b *", "rotation, keys in the cache"),
             ("layers.c", "slots[row] * kv, x,", "slots[row] * kv, x - kv,", "values in the cache"),
-            ("attention.c", "case 3: mix_3(", "case 3: mix_2(", "decode attention"),
+            ("attention.c", "case M: mix_##M##_##R(", "case M: mix_1_##R(", "decode attention"),
             ("prompt_attention.c", "(s->start + p - q->", "(s->start + p - 1 - q->", PROMPTS),
             ("prompt_attention.c", "case M: mix_##M(", "case M: mix_1(", PROMPTS),
             ("blocks.c", "add(hidden, b, numbers)", "add(hidden, a, numbers)", BLOCKS),
