@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count, pairwise
@@ -33,6 +33,7 @@ from gateway.pipeline.mesh_pipeline import OTHER, MeshPipeline
 from gateway.pipeline.stage_client import StageClient
 from gateway.recovery import RecoveryLimits, Tripwire, pause_seconds
 from gateway.standby import Standby
+from gateway.stuck_ranks import StuckRanks
 from services.control.membership import Member
 from services.control.service import ControlService
 from services.errors import (
@@ -100,8 +101,7 @@ class Replica:
         self._percent: dict[tuple[int, int], int] = {}
         self._num_blocks = 0
         self._tripwire = Tripwire()
-        self._stuck_workers: frozenset[str] = frozenset()
-        """Whose ranks hold a step that does not end: the next epoch must not take them over."""
+        self._stuck = StuckRanks(control.membership)
         self._failed_workers: set[str] = set()
         """Who could not be brought up, in this recovery: others may have their places."""
         self._last_attempt: StagemeshError | None = None
@@ -117,12 +117,11 @@ class Replica:
         self._control.membership.begin(self.dp_rank, self.epoch)
         stages = tuple(self._stages.values())
         self.doing = "ranks are starting"
-        if not self._stuck_workers <= self._stages.keys():
-            self._stuck_workers = frozenset()
-        stuck = tuple(self._stages[worker_id] for worker_id in self._stuck_workers)
-        await reset_ranks(stages, self.epoch, stuck, self._has_failed)
+        self._stuck.doubt_unless(self._stages.keys())
+        stuck = tuple(self._stages[worker_id] for worker_id in self._stuck.known)
+        await reset_ranks(stages, self.epoch, stuck, self._has_failed, self._until_freed)
         # Kept over an attempt that fails before: they may still hold the step.
-        self._stuck_workers = frozenset()
+        self._stuck.clear()
         self.doing = "stages are forming their groups"
         await form_groups(stages, self._plan.shape, self.epoch)
         await self._hear_status()
@@ -231,7 +230,9 @@ class Replica:
         reason = OTHER
         if self.pipeline is not None:
             reason = self.pipeline.failed_by or OTHER
-            self._stuck_workers = self._stuck_on(self.pipeline)
+            self._stuck.begin(
+                self.pipeline.stuck_step, self.pipeline.held_step(), self._of_this_epoch()
+            )
         log.error("replica %d failed in epoch %d: %s", self.dp_rank, self.epoch, failure.message)
         engine.suspend(failure, self._limits.max_attempts)
         self._last_attempt = None
@@ -258,15 +259,12 @@ class Replica:
         )
         return PipelineUnavailable("the engine has stopped")
 
-    def _stuck_on(self, pipeline: MeshPipeline) -> frozenset[str]:
-        """The workers whose ranks hold a step that does not end. Not where one was cut off or did
-        not run for some of that time: then TCP or the worker may hold the step, and the ranks are
-        as good as before."""
-        now = asyncio.get_running_loop().time()
-        found = [m for m in self._members if m.placement.pp_rank == pipeline.stuck_stage]
-        if any(m.has_missed(now) or m.back_at > pipeline.stuck_since for m in found):
-            return frozenset()
-        return frozenset(m.worker_id for m in found if m.worker_id in self._stages)
+    def _of_this_epoch(self) -> list[Member]:
+        return [member for member in self._members if member.worker_id in self._stages]
+
+    async def _until_freed(self, stage: Stage, reset: Coroutine[None, None, None]) -> None:
+        worker_id = next(name for name, own in self._stages.items() if own is stage)
+        await self._stuck.until_freed(worker_id, reset)
 
     def _why_not(self) -> str:
         last = self._last_attempt
@@ -306,10 +304,10 @@ class Replica:
     async def _bring_up_again(self) -> None:
         times = [time.monotonic()]
         await self._hooks.standby.present(
-            self.dp_rank, self.epoch, self._stuck_workers, self._failed_workers, self._is_waiting
+            self.dp_rank, self.epoch, self._stuck.known, self._failed_workers, self._is_waiting
         )
         # Whoever has lost its place is another's to look after.
-        self._stuck_workers -= {spare.worker_id for spare in self._control.membership.spares}
+        self._stuck.have_lost_places({s.worker_id for s in self._control.membership.spares})
         times.append(time.monotonic())
         await self.form_groups()
         times.append(time.monotonic())
@@ -327,14 +325,11 @@ class Replica:
         )
 
     def _is_waiting(self, what: str) -> None:
-        """For workers that are not heard of. Where such a one looked stuck it was cut off, and its
-        ranks are as good as before; or it is gone, and others take their place."""
+        """For workers that are not heard of."""
         self.doing = what
         membership = self._control.membership
         silent = membership.silent(asyncio.get_running_loop().time())
-        heard = {member.worker_id for member in membership.members if member not in silent}
-        if not self._stuck_workers <= heard:
-            self._stuck_workers = frozenset()
+        self._stuck.doubt_unless({m.worker_id for m in membership.members if m not in silent})
 
     def _has_failed(self, stage: Stage) -> None:
         """A stage's ranks could not be started, or it could not load. What its ranks say of

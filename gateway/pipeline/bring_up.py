@@ -53,8 +53,17 @@ def _nobody_asks(stage: Stage) -> None:
     """At first a failure ends the mesh, whoever it was."""
 
 
+OnReset = Callable[[Stage, Coroutine[None, None, None]], Coroutine[None, None, None]]
+"""Waits for what brings a stage's ranks out of their groups; raises `StageFailed` where that takes
+too long."""
+
+
 async def reset_ranks(
-    stages: Sequence[Stage], epoch: int, stuck: Sequence[Stage], on_failed: OnFailed = _nobody_asks
+    stages: Sequence[Stage],
+    epoch: int,
+    stuck: Sequence[Stage],
+    on_failed: OnFailed,
+    on_reset: OnReset,
 ) -> None:
     """Waits until every rank is started, in no group, and knows its place; those of `stuck` are
     replaced. Raises `StageFailed`."""
@@ -62,7 +71,7 @@ async def reset_ranks(
         for stage in stages:
             placement = placement_to_proto(stage.placement)
             reset = stage.client.reset_ranks(epoch, placement, replace=stage in stuck)
-            tasks.create_task(_telling(stage, reset, on_failed))
+            tasks.create_task(on_reset(stage, _telling(stage, reset, on_failed)))
 
 
 async def form_groups(stages: Sequence[Stage], shape: MeshShape, epoch: int) -> None:

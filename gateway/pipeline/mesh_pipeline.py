@@ -19,7 +19,7 @@ import grpc
 from gateway.observer import StageObserver, StepObserver
 from gateway.pipeline.bring_up import Stage
 from gateway.pipeline.held_steps import HeldSteps
-from gateway.pipeline.stuck_step import StepTimes
+from gateway.pipeline.stuck_step import HeldStep, StepTimes
 from services.control.progress import (
     ProgressTable,
     StageProgress,
@@ -79,10 +79,8 @@ class MeshPipeline:
         self._sent = asyncio.Event()
         self.failed_by = ""
         """Why it has failed, as one of `FAILURE_REASONS`."""
-        self.stuck_stage: int | None = None
-        """The stage whose ranks hold a step that does not end."""
-        self.stuck_since = 0.0
-        """From when on they have held it, by `loop.time()`."""
+        self.stuck_step: HeldStep | None = None
+        """The one that does not end, where it is that."""
         self._num_tokens: dict[int, int] = {}
         """Query tokens of the last steps."""
         pp_ranks = {stage.placement.pp_rank for stage in self._stages}
@@ -164,18 +162,26 @@ class MeshPipeline:
             if now - due > OWN_STALL_SECONDS:
                 self._progress.forgive(now)
                 continue
-            stages = self.progress()
-            holder = furthest_behind(stages)
-            if holder is None:
+            held = self.held_step()
+            if held is None:
                 self._sent.clear()
-                continue
-            num_tokens = self._num_tokens.get(holder.done_step_id + 1, 0)
-            limit = self._step_times[holder.pp_rank].stuck_after(num_tokens)
-            held_seconds = self._progress.held_seconds(holder.pp_rank, now)
-            if held_seconds > limit:
-                self.stuck_stage, self.stuck_since = holder.pp_rank, now - held_seconds
-                words = explain_progress(stages) or "no stage has moved"
-                self.fail(StageFailed(f"{words} (a step may take {limit:.1f} s)"), STEP_STUCK)
+            elif now - held.since > held.limit_seconds:
+                self.stuck_step = held
+                words = explain_progress(self.progress()) or "no stage has moved"
+                limit = f"a step may take {held.limit_seconds:.1f} s"
+                self.fail(StageFailed(f"{words} ({limit})"), STEP_STUCK)
+
+    def held_step(self) -> HeldStep | None:
+        """What the others wait for: of the stage that is furthest behind; None where all is done."""
+        holder = furthest_behind(self.progress())
+        if holder is None:
+            return None
+        now = asyncio.get_running_loop().time()
+        num_tokens = self._num_tokens.get(holder.done_step_id + 1, 0)
+        limit = self._step_times[holder.pp_rank].stuck_after(num_tokens)
+        return HeldStep(
+            holder.pp_rank, now - self._progress.held_seconds(holder.pp_rank, now), limit
+        )
 
     def _observe(self, pp_rank: int, result: step_pb2.StepResult, held_seconds: float) -> None:
         """One result of one step of a stage, which had held it for so long, as `_watch` counts."""

@@ -8,6 +8,7 @@ like a failure.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 LEAST_SECONDS = 3.0
 TIMES_PREDICTED = 5.0
@@ -16,6 +17,17 @@ UNKNOWN_SECONDS = 75.0
 ranks' own step time-out, whose message says more."""
 LEAST_KNOWN_STEPS = 4
 NUM_REMEMBERED_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStep:
+    """A step that a stage holds, and how long it may."""
+
+    pp_rank: int
+    since: float
+    """From when on the stage has held it, by `loop.time()`."""
+    limit_seconds: float
+    """From when on it is stuck."""
 
 
 class StepTimes:

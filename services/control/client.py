@@ -183,21 +183,23 @@ class ControlClient:
         loop = asyncio.get_running_loop()
         longest = joined.heartbeat_interval_seconds + CALL_TIMEOUT_SECONDS + OWN_STALL_SECONDS
         answered_at = tried_at = loop.time()
+        asked_again = False
         while True:
             request = control_pb2.HeartbeatRequest(worker_id=joined.worker_id, status=status())
             try:
                 response = await self._stub.Heartbeat(request, timeout=CALL_TIMEOUT_SECONDS)
             except grpc.aio.AioRpcError as error:
                 before, tried_at = tried_at, loop.time()
-                if tried_at - before > longest:
-                    # It was stopped: the head's answer came meanwhile, or nobody asked it.
-                    answered_at = tried_at
                 silent = tried_at - answered_at
                 if silent > joined.head_timeout_seconds:
-                    raise HeadLost(
-                        f"the head at {self._address} has not answered for {silent:.0f} s "
-                        f"({error.details()})"
-                    ) from None
+                    # Where it was stopped itself, the head's answer came meanwhile, or nobody has
+                    # asked it: one more question.
+                    if asked_again or tried_at - before <= longest:
+                        raise HeadLost(
+                            f"the head at {self._address} has not answered for {silent:.0f} s "
+                            f"({error.details()})"
+                        ) from None
+                    asked_again = True
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     # After a cut TCP tries again up to as late as the cut was long. A new
                     # connection gets through at once.
@@ -205,6 +207,7 @@ class ControlClient:
                     continue
             else:
                 answered_at = tried_at = loop.time()
+                asked_again = False
                 if response.other_head:
                     raise HeadLost(
                         f"another head answers at {self._address}, and does not know this worker"

@@ -25,22 +25,26 @@ CONFIRM_SECONDS = 0.5
 itself is read until then."""
 OWN_STALL_SECONDS = 0.25
 """A look that is later than this says that this process did not run."""
+MOST_LATE_LOOKS = 2
+"""After which another that is late counts as well: a process that is always late has deadlines
+too."""
 
 
 async def done_in_time(future: asyncio.Future[Any], seconds: float) -> bool:
     """Waits for `future`, which stays as it is, for so long at most; returns whether it is done.
 
     A deadline that has passed while this process did not run itself is no deadline: what came
-    meanwhile is read first.
+    meanwhile is read first. For that there are `MOST_LATE_LOOKS` further looks at most.
     """
-    while True:
-        due = time.monotonic() + seconds
-        done, _ = await asyncio.wait((future,), timeout=seconds)
+    for late_looks in range(MOST_LATE_LOOKS + 1):
+        wait_seconds = CONFIRM_SECONDS if late_looks else seconds
+        due = time.monotonic() + wait_seconds
+        done, _ = await asyncio.wait((future,), timeout=wait_seconds)
         if done:
             return True
         if time.monotonic() - due <= OWN_STALL_SECONDS:
-            return False
-        seconds = CONFIRM_SECONDS
+            break
+    return False
 
 
 class SilenceWatch:
@@ -53,6 +57,7 @@ class SilenceWatch:
         self._has_beaten = False
         self._heard_at = 0.0
         self._suspected = False
+        self._late_looks = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, pid: int) -> None:
@@ -60,6 +65,7 @@ class SilenceWatch:
         self.stop()
         self._pid = pid
         self._has_beaten = self._suspected = False
+        self._late_looks = 0
         self._heard_at = time.monotonic()
         self._look_again(FROZEN_AFTER_SECONDS)
 
@@ -81,15 +87,20 @@ class SilenceWatch:
     def _look(self, due: float) -> None:
         now = time.monotonic()
         if not self._is_silent(now):
-            self._suspected = False
+            self._suspected, self._late_looks = False, 0
             heard_ago = now - self._heard_at if self._has_beaten else 0.0
             self._look_again(FROZEN_AFTER_SECONDS - heard_ago)
-        elif not self._suspected or now - due > OWN_STALL_SECONDS:
+        elif not self._suspected or self._is_late(now, due):
             self._suspected = True
             self._look_again(CONFIRM_SECONDS)
         else:
             self._timer = None
             self._on_silent(now - self._heard_at)
+
+    def _is_late(self, now: float, due: float) -> bool:
+        """Whether a look says nothing, as it comes late."""
+        self._late_looks += now - due > OWN_STALL_SECONDS
+        return now - due > OWN_STALL_SECONDS and self._late_looks <= MOST_LATE_LOOKS
 
     def _is_silent(self, now: float) -> bool:
         if not self._has_beaten:

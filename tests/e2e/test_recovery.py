@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from services.control.member import MISSED_SECONDS
 from services.topology.simulated_cost import StageCost
 from tests.mesh_process import MeshProcess, is_running, wait_for
 from tests.simulated_mesh import expected_outputs, generate_all, prompts_of, simulated_mesh
@@ -86,6 +87,7 @@ def serve_through(
     hits: list[Hit],
     prompt_tokens: int = 8,
     noticed_seconds: float = NOTICED_SECONDS,
+    ended_seconds: float = NOTICED_SECONDS,
 ) -> list[float]:
     """Requests run while the mesh is hit; all are answered as if nothing had happened. Returns
     how many seconds after each hit the mesh was no longer ready."""
@@ -100,7 +102,7 @@ def serve_through(
             noticed.append(
                 wait_for(lambda: not is_ready(mesh), noticed_seconds, "the end of readiness")
             )
-            wait_for(lambda v=victim: not is_running(v), NOTICED_SECONDS, "the end of the victim")
+            wait_for(lambda v=victim: not is_running(v), ended_seconds, "the end of the victim")
             wait_for(lambda: is_ready(mesh), RECOVERED_SECONDS, "readiness")
             assert epoch_of(mesh) > epoch
         assert answers.result(60) == expected_outputs(prompts, NUM_TOKENS)
@@ -152,6 +154,25 @@ def test_a_step_that_does_not_end(mesh: MeshProcess) -> None:
     )
     assert limit - 0.5 < noticed < limit + LATE_SECONDS
     assert gauge(mesh, name) == before + 1
+    same = [old == new for old, new in zip(ranks, mesh.ranks(), strict=True)]
+    assert same == [True, False, True]
+
+
+def test_a_step_that_does_not_end_while_its_worker_is_not_heard_of(mesh: MeshProcess) -> None:
+    """Whether the step counts as stuck or the worker as silent first is chance. The rank is
+    replaced soon after it is heard of again, and not after what a rank that computes gets."""
+    generate_all(mesh, prompts_of(NUM_REQUESTS, 16), 20)
+    ranks = mesh.ranks()
+
+    def hit(mesh: MeshProcess) -> psutil.Process:
+        rank = hit_rank(1, signal.SIGUSR1)(mesh)
+        time.sleep(1.0)
+        worker = hit_worker(1, signal.SIGSTOP)(mesh)
+        time.sleep(MISSED_SECONDS + 0.3)
+        worker.send_signal(signal.SIGCONT)
+        return rank
+
+    serve_through(mesh, [hit], noticed_seconds=STUCK_SECONDS, ended_seconds=STUCK_SECONDS)
     same = [old == new for old, new in zip(ranks, mesh.ranks(), strict=True)]
     assert same == [True, False, True]
 

@@ -16,6 +16,7 @@ import pytest
 
 from services.cli import main
 from services.config import ServeConfig
+from services.control import worker_reports
 from services.control.diagnosis import MAX_ECHO_BYTES
 from services.control.membership import Membership
 from services.control.progress import ProgressTable, StageProgress
@@ -256,7 +257,8 @@ def running_coroutines() -> set[str]:
     return {getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()}
 
 
-async def test_questions_to_workers_end_with_the_head() -> None:
+async def test_questions_to_workers_end_with_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_reports, "WORKER_TIMEOUT_SECONDS", 4 * TIMEOUT_SECONDS)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
@@ -269,9 +271,12 @@ async def test_questions_to_workers_end_with_the_head() -> None:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 while "_ask" not in running_coroutines():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            doctor.cancel()
-            await channel.close()
-            await asyncio.sleep(0.05)
+                assert control._doctor_calls.running == 1
+                doctor.cancel()
+                await channel.close()
+                # It has noticed that.
+                while control._doctor_calls.running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             assert "_ask" in running_coroutines()
         assert "_ask" not in running_coroutines()
 

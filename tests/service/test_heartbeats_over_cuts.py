@@ -83,9 +83,9 @@ async def test_a_worker_that_was_stopped_asks_again_before_it_gives_its_head_up(
 ) -> None:
     """The deadline of its heartbeat, and the head's time-out, have passed while it did not run."""
     monkeypatch.setattr(membership, "HEARTBEAT_INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(membership, "HEAD_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr(control_client, "CALL_TIMEOUT_SECONDS", 0.3)
-    answer, stops = ControlService.Heartbeat, [1.5]
+    monkeypatch.setattr(membership, "HEAD_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(control_client, "CALL_TIMEOUT_SECONDS", 0.5)
+    answer, stops = ControlService.Heartbeat, [3.0]
 
     async def heartbeat(
         service: ControlService, request: control_pb2.HeartbeatRequest, context: object

@@ -142,7 +142,9 @@ async def test_steps_that_were_held_back_are_watched_once_a_stage_has_them(
                 assert (await made.next_result()).step_id == step_id
             with pytest.raises(StageFailed, match="it has done step 3 and holds step 4"):
                 await made.next_result()
-        assert (made.failed_by, made.stuck_stage) == ("STEP_STUCK", 3)
+        assert made.failed_by == "STEP_STUCK"
+        assert made.stuck_step is not None
+        assert made.stuck_step.pp_rank == 3
 
 
 async def test_later_stages_are_given_several_steps_at_a_time() -> None:
@@ -178,8 +180,10 @@ async def test_a_step_that_no_stage_moves_ends_in_the_words_of_the_doctor(
     assert message.startswith("stage 1 has been silent for 0.")
     assert "holds step 1, whose activations stage 0 has sent: it computes" in message
     assert "stage 2 waits for activations of step 1 from stage 1" in message
-    assert (made.failed_by, made.stuck_stage) == ("STEP_STUCK", 1)
-    assert asyncio.get_running_loop().time() - made.stuck_since >= 0.3
+    assert made.failed_by == "STEP_STUCK"
+    assert made.stuck_step is not None
+    assert (made.stuck_step.pp_rank, made.stuck_step.limit_seconds) == (1, 0.3)
+    assert asyncio.get_running_loop().time() - made.stuck_step.since >= 0.3
 
 
 async def test_a_stall_of_the_gateway_is_no_stage_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from gateway import replica as replica_module
-from gateway.pipeline.mesh_pipeline import STEP_STUCK
+from gateway.pipeline.mesh_pipeline import STEP_STUCK, WORKER_LOST
+from gateway.pipeline.stuck_step import HeldStep
 from gateway.recovery import RecoveryLimits
 from gateway.replica import Replica, ReplicaHooks, ReplicaState
 from gateway.standby import Standby
@@ -30,6 +31,7 @@ FINGERPRINT = topology_pb2.Fingerprint(digest=digest(()))
 NUM_BLOCKS = 4
 STUCK = StageFailed("stage 1 holds step 7")
 HELD_SECONDS = 3.2
+LIMIT_SECONDS = 0.2
 WAIT_SECONDS = 10.0
 
 
@@ -44,6 +46,12 @@ class Script:
     on_reset: Callable[[int, int], None] = lambda epoch, pp_rank: None
     """Hears (epoch, stage), and raises where that fails; so does `on_load`."""
     on_load: Callable[[int], None] = lambda pp_rank: None
+    hanging: set[str] = field(default_factory=set)
+    """Workers, by address, whose ranks leave their groups only by being replaced."""
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when they leave all the same."""
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when such ranks are told to leave."""
 
     def replaced(self, epoch: int) -> set[int]:
         """Stages whose ranks were replaced for an epoch."""
@@ -61,6 +69,10 @@ class ScriptedClient:
     async def reset_ranks(self, epoch: int, placement: object, *, replace: bool = False) -> None:
         self._script.resets.append((epoch, self.pp_rank, replace))
         self._script.on_reset(epoch, self.pp_rank)
+        if self.address in self._script.hanging and not replace:
+            self._script.told.set()
+            await self._script.freed.wait()
+        self._script.hanging.discard(self.address)
 
     async def open_store(self, epoch: int) -> str:
         return "127.0.0.1:9"
@@ -156,11 +168,19 @@ class Rig:
         request.wanted.pp_rank = pp_rank
         return self.membership.join(request, asyncio.get_running_loop().time()).worker_id
 
+    def lose(self, pp_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The worker of a stage counts as lost while that stage holds a step."""
+        assert self.replica.pipeline is not None
+        held = HeldStep(pp_rank, asyncio.get_running_loop().time() - HELD_SECONDS, LIMIT_SECONDS)
+        monkeypatch.setattr(self.replica.pipeline, "held_step", lambda: held)
+        self.replica.pipeline.fail(STUCK, WORKER_LOST)
+        self.engine.failures.put_nowait(STUCK)
+
     def get_stuck(self) -> None:
         """Stage 1 holds a step that does not end."""
         assert self.replica.pipeline is not None
-        self.replica.pipeline.stuck_stage = 1
-        self.replica.pipeline.stuck_since = asyncio.get_running_loop().time() - HELD_SECONDS
+        since = asyncio.get_running_loop().time() - HELD_SECONDS
+        self.replica.pipeline.stuck_step = HeldStep(1, since, LIMIT_SECONDS)
         self.replica.pipeline.fail(STUCK, STEP_STUCK)
         self.engine.failures.put_nowait(STUCK)
 

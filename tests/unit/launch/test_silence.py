@@ -91,6 +91,40 @@ async def test_a_deadline_that_passed_while_this_process_did_not_run_is_none(
     assert await done_in_time(answer, 0.1)
 
 
+async def always_late(seconds: float) -> None:
+    """Every turn of the event loop takes so long."""
+    while True:
+        time.sleep(seconds)  # noqa: ASYNC251 - of the event loop
+        await asyncio.sleep(0)
+
+
+async def test_a_process_that_is_always_late_has_deadlines_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(silence, "OWN_STALL_SECONDS", 0.05)
+    answer = asyncio.get_running_loop().create_future()
+    late = asyncio.create_task(always_late(0.15))
+    async with asyncio.timeout(10):
+        assert not await done_in_time(answer, 0.1)
+    late.cancel()
+    await asyncio.wait([late])
+
+
+async def test_a_process_that_is_always_late_finds_a_silent_child(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "OWN_STALL_SECONDS", 0.05)
+    silent = asyncio.get_running_loop().create_future()
+    watch = SilenceWatch(silent.set_result)
+    watch.start(child.pid)
+    watch.heard()
+    late = asyncio.create_task(always_late(0.15))
+    async with asyncio.timeout(10):
+        assert await silent > FROZEN_SECONDS
+    late.cancel()
+    await asyncio.wait([late])
+
+
 async def test_a_deadline_leaves_what_it_is_for_alone() -> None:
     answer = asyncio.get_running_loop().create_future()
     assert not await done_in_time(answer, 0.01)
