@@ -8,14 +8,16 @@ the cache.
 Expected: both stages compute for 0.8 of the prefill or more. Beside decodes their time between
 tokens doubles at most. On the simulated device the prompt then gets half of each step, which holds
 as much of it as half a chunk alone, so it needs hardly more than its time alone. On the CPU decodes
-keep the stages busy for some share u of the time when they are alone, because arithmetic limits
-their steps too; at half their rate u / 2 is left of that, and a prompt cannot have its first token
-before 1 / (1 - u / 2) times what it takes alone: that bound is printed.
+take their time from the prompt. What that alone would cost is printed too: the prompt's work W,
+which is what stages compute for it alone, and that of the decodes, D for a step of all of them at
+half the usual rate, share P stages, so the first token would come after
+W / (P - D / (2 * normal)) if small chunks were no dearer than large ones and nobody ever waited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import tempfile
@@ -49,7 +51,6 @@ class Round:
 
     alone_start: float
     alone_seconds: float
-    normal_start: float
     normal_end: float
     beside_seconds: float
     normal_interval: float
@@ -71,8 +72,8 @@ def main() -> None:
             rounds = asyncio.run(_rounds(mesh.grpc_address, DEMO_VOCABULARY))
         steps = read_trace(trace.parent)
         _report(rounds, steps)
-        bounds = [1 / (1 - _busy(steps, r.normal_start, r.normal_end) / 2) for r in rounds]
-        print(f"bound of the time to first token against alone: {statistics.median(bounds):.2f}")
+        shares = [_by_work_alone(steps, r) / r.alone_seconds for r in rounds]
+        print(f"time to first token against alone by work alone: {statistics.median(shares):.2f}")
 
 
 def _report(rounds: Sequence[Round], steps: Sequence[StageStep]) -> None:
@@ -92,7 +93,11 @@ async def _rounds(address: str, vocabulary: int) -> list[Round]:
 
     rounds = []
     async with AsyncClient(address) as client:
-        await _first_token(client, prompt_of(PROMPT_TOKENS))  # warms up
+        # The mesh is to know what steps of both kinds cost.
+        await client.generate(
+            token_ids=prompt_of(SHORT_PROMPT_TOKENS), max_tokens=SHORT_PROMPT_TOKENS
+        )
+        await _first_token(client, prompt_of(PROMPT_TOKENS))
         for _ in range(ROUNDS):
             done = await _one_round(client, prompt_of)
             rounds.append(done)
@@ -132,7 +137,6 @@ async def _one_round(client: AsyncClient, prompt_of: Callable[[int], list[int]])
     return Round(
         alone_start,
         alone,
-        start,
         middle,
         beside,
         statistics.mean(normal),
@@ -191,10 +195,17 @@ def _overlap(steps: Sequence[StageStep], done: Round) -> float:
     return both / (edges[-1][0] - edges[0][0])
 
 
-def _busy(steps: Sequence[StageStep], start: float, end: float) -> float:
-    """Share of a span of time in which a stage computes, on average."""
-    computed = sum(step.compute for step in _within(steps, start, end))
-    return computed / (end - start) / PP_SIZE
+def _by_work_alone(steps: Sequence[StageStep], done: Round) -> float:
+    """Seconds to the first token beside decodes, if only what stages compute took time; NaN where
+    no step held all decodes and nothing else."""
+    alone = _within(steps, done.alone_start, done.alone_start + done.alone_seconds)
+    beside = _within(steps, done.normal_end, done.normal_end + done.beside_seconds)
+    together = {step.step_id for step in beside if step.sampled_rows == DECODES}
+    if not together:
+        return math.nan
+    decodes = sum(step.compute for step in beside if step.step_id in together) / len(together)
+    work = sum(step.compute for step in alone)
+    return work / (PP_SIZE - decodes / (2 * done.normal_interval))
 
 
 def _within(steps: Sequence[StageStep], start: float, end: float) -> list[StageStep]:

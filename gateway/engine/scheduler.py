@@ -6,12 +6,12 @@
 * Decodes first, then prompt chunks in order of service, under a token budget
   (`step_budget`: how much of each). The order of service is that of arrival, or
   of priority (`waiting_queue`).
-* Where little of a prompt would fit beside decodes, these go together in one step of a
-  round, and its others are for prompts.
+* Where little of a prompt would fit beside decodes, all that are due go together in one
+  step of a round, and its others are for prompts.
 * As many steps as there are stages travel through them at a time, and with
   `async_batch_depth` so many more while no prompt is computed or could begin. The chunks
   of a prompt follow each other without waiting for a result.
-* With `async_scheduling` there is one step more: a sequence's next decode is sent
+* With `async_scheduling`, and while decodes and prompts are apart, there is one step more: a sequence's next decode is sent
   while its token is still being sampled, as a reference that the first stage
   replaces with what the last one hands it. So no stage waits for the way over the
   gateway. A token past a stop is dropped. Never more than one decode ahead, and
@@ -26,22 +26,17 @@
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from gateway.engine.block_manager import CachedPrefix
+from gateway.engine.pace import Pace
+from gateway.engine.running import RunningSequences
 from gateway.engine.scheduled_step import ScheduledStep, SchedulerLimits, SequenceOutput
 from gateway.engine.sequence import Sequence, SequenceStatus
 from gateway.engine.sequence_blocks import SequenceBlocks
-from gateway.engine.step_budget import (
-    ChunkBesideDecodes,
-    chunk_beside_decodes,
-    decode_quota,
-    lone_prompt_chunk,
-    useful_chunk,
-)
+from gateway.engine.step_budget import decode_quota
 from gateway.engine.step_costs import SeenStep, StepCosts
 from gateway.engine.step_draft import StepDraft
 from gateway.engine.types import FinishReason
@@ -72,21 +67,13 @@ class Scheduler:
         self._epoch = epoch
         self._next_step_id = 1
         self._last_decode_step_id = 0
-        self._apart = False
-        """Decodes and prompts, of which there are both, go in different steps."""
         self._blocks = SequenceBlocks(
             self.limits.num_blocks,
             self.limits.block_size,
             enable_prefix_caching=self.limits.enable_prefix_caching,
         )
-        self._free_slots = list(range(self.limits.max_num_seqs))
-        self._released_slots: list[int] = []
-        # Dicts stand for ordered sets. Every running sequence is in one of three places: its
-        # prompt is not sent yet, it is ready to decode (its token may still be expected), or
-        # nothing is to be sent before its token is known.
-        self._running: dict[Sequence, None] = {}
-        self._prefilling: list[Sequence] = []
-        self._ready: dict[Sequence, None] = {}
+        self._running = RunningSequences(self.limits.max_num_seqs)
+        self._pace = Pace(self.limits, self._running, self._waiting, self._costs)
         self._in_flight: deque[ScheduledStep] = deque()
 
     @property
@@ -177,20 +164,19 @@ class Scheduler:
 
         Call it until it returns None, after every `add`, `finish` and `apply`.
         """
-        free_steps = self._most_in_flight() - len(self._in_flight)
+        self._pace.apart = self._are_apart()
+        free_steps = self._pace.most_in_flight() - len(self._in_flight)
         if free_steps <= 0:
             return None
         draft = StepDraft(self._epoch, self._next_step_id, free_steps)
-        self._apart = self._are_apart(draft)
-        if self._apart:
+        if self._pace.apart:
             self._fill_with_either(draft)
         else:
             self._add_decodes(draft)
             self._add_prompt_chunks(draft)
         if not draft.rows:
             return None
-        scheduled = draft.finish(self._released_slots)
-        self._released_slots.clear()
+        scheduled = draft.finish(self._running.take_released_slots())
         self._next_step_id += 1
         self._in_flight.append(scheduled)
         if scheduled.num_decodes:
@@ -232,73 +218,15 @@ class Scheduler:
             outputs.append(SequenceOutput(sequence, accepted, logprobs[: len(accepted)]))
         return outputs
 
-    # How much goes into a step.
-
-    def _num_decoding(self) -> int:
-        return len(self._running) - len(self._prefilling)
-
-    def _num_batches(self) -> int:
-        """Batches that travel at a time now; those beyond it that are on their way just end.
-
-        A later stage posts the receive of every step that it was given, of up to
-        `max_num_batched_tokens` x hidden with prompts, which the memory plan does not count. So
-        batches beyond one for each stage are for decodes alone, which are small.
-        """
-        if self._prefilling or (self._waiting and self._free_slots):
-            return self.limits.num_stages
-        return self.limits.num_batches
-
-    def _most_in_flight(self) -> int:
-        # With one step more than there are batches, the first stage has its next one before the
-        # gateway has heard of the last. Chunks of prompts lose nothing by queueing up; decodes do,
-        # unless they are sent ahead: a batch more would make all of them smaller.
-        if self._num_decoding() == 0 or self._sends_ahead():
-            return self._num_batches() + 1
-        return self._num_batches()
-
-    def _sends_ahead(self) -> bool:
-        # Apart from prompts decodes are due as a stage is done with one: it should not ask for them
-        # then.
-        return self.limits.async_scheduling or self._apart
-
-    def _prompt_quota(self, draft: StepDraft) -> int:
-        """Prompt tokens that may go into the step, one at least if there is budget."""
-        limits = self.limits
-        budget = limits.max_num_batched_tokens - draft.num_tokens
-        if self._num_decoding():
-            return min(budget, self._chunk_beside_decodes().num_tokens)
-        whole = sum(len(sequence.token_ids) for sequence in self._prefilling)
-        pending = sum(sequence.num_unscheduled_tokens for sequence in self._prefilling)
-        most = limits.max_num_batched_tokens * draft.free_steps
-        for sequence, _ in zip(self._waiting, self._free_slots, strict=False):
-            if pending >= most:
-                break
-            cached = len(self._blocks.find_prefix(sequence, draft.step_id).blocks)
-            uncached = len(sequence.token_ids) - cached * limits.block_size
-            whole += uncached
-            pending += uncached
-        useful = useful_chunk(self._costs, limits.min_prompt_chunk_tokens)
-        return min(budget, lone_prompt_chunk(whole, pending, limits.num_stages, useful))
-
-    def _chunk_beside_decodes(self) -> ChunkBesideDecodes:
-        limits = self.limits
-        return chunk_beside_decodes(
-            self._costs,
-            num_prompts=len(self._prefilling) + min(len(self._waiting), len(self._free_slots)),
-            num_decodes=self._num_decoding(),
-            num_stages=limits.num_stages,
-            default_tokens=limits.min_prompt_chunk_tokens,
-        )
-
     # Filling a step.
 
-    def _are_apart(self, draft: StepDraft) -> bool:
+    def _are_apart(self) -> bool:
         """Whether decodes and prompts, of which there are both, go in different steps."""
-        if not self._num_decoding() or not (self._prefilling or self._waiting):
+        if not self._pace.would_be_apart():
             return False
-        if not self._chunk_beside_decodes().apart:
-            return False
-        return bool(self._prefilling) or self._next_admission(draft) is not None
+        if self._running.prefilling:
+            return True
+        return self._next_admission(self._next_step_id) is not None
 
     def _fill_with_either(self, draft: StepDraft) -> None:
         """All decodes, a round after they went the last time; prompts in between."""
@@ -313,77 +241,76 @@ class Scheduler:
             self._add_prompt_chunks(draft)
 
     def _add_decodes(self, draft: StepDraft, *, together: bool = False) -> None:
-        latest = draft.step_id - self._steps_of_a_round()
-        ready = [sequence for sequence in self._ready if _can_decode(sequence, latest)]
+        latest = draft.step_id - self._pace.steps_of_a_round()
+        ready = [sequence for sequence in self._running.ready if _can_decode(sequence, latest)]
         if not ready:
             return
-        num_batches = self._num_batches()
+        num_batches = self._pace.num_batches()
         free_batches = max(1, num_batches - len(self._in_flight))
         quota = len(ready)
         if not together:
-            quota = decode_quota(quota, self._num_decoding(), free_batches, num_batches)
+            quota = decode_quota(quota, self._running.num_decoding, free_batches, num_batches)
         quota = min(quota, self.limits.max_num_batched_tokens)
         for sequence in ready:
             if draft.num_tokens >= quota:
                 break
-            if sequence not in self._ready:
+            if sequence not in self._running.ready:
                 continue  # Preempted for an earlier one a moment ago.
             if self._make_room(draft, sequence, sequence.num_scheduled_tokens + 1):
-                del self._ready[sequence]
+                del self._running.ready[sequence]
                 self._add_row(draft, sequence, 1)
 
-    def _steps_of_a_round(self) -> int:
-        """After so many, a decode does not keep others waiting that could run."""
-        if self._prefilling or self._waiting:
-            return self._num_batches()
-        return min(self._num_batches(), self._num_decoding())
-
     def _add_prompt_chunks(self, draft: StepDraft) -> None:
-        if not self._prefilling and not self._waiting:
+        if not self._running.prefilling and not self._waiting:
             return
-        budget = self._prompt_quota(draft)
-        for sequence in list(self._prefilling):
+        budget = min(
+            self.limits.max_num_batched_tokens - draft.num_tokens,
+            self._pace.prompt_tokens(draft.free_steps, self._uncached(draft)),
+        )
+        for sequence in list(self._running.prefilling):
             if budget <= 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
                 budget -= self._add_chunk(draft, sequence, budget)
         while budget > 0 and not draft.short_of_blocks:
-            prefix = self._next_admission(draft)
+            prefix = self._next_admission(draft.step_id)
             if prefix is None:
                 return
             sequence = self._waiting.admit_first()
             self._admit(draft, sequence, prefix)
             budget -= self._add_chunk(draft, sequence, budget)
 
-    def _next_admission(self, draft: StepDraft) -> CachedPrefix | None:
+    def _uncached(self, draft: StepDraft) -> Iterator[int]:
+        """Tokens to compute of each prompt that gets a slot next."""
+        for sequence in islice(self._waiting, self._running.num_free_slots):
+            cached = len(self._blocks.find_prefix(sequence, draft.step_id).blocks)
+            yield len(sequence.token_ids) - cached * self.limits.block_size
+
+    def _next_admission(self, step_id: int) -> CachedPrefix | None:
         """What is cached of the first in the queue, if it can run now: if it gets a slot and,
         for certain, the blocks of its log."""
         sequence = self._waiting.first
-        if sequence is None or not self._free_slots:
+        if sequence is None or not self._running.num_free_slots:
             return None
         if sequence.rows_in_flight:
             return None  # Preempted; a token of it is still on the way.
-        prefix = self._blocks.find_prefix(sequence, draft.step_id)
+        prefix = self._blocks.find_prefix(sequence, step_id)
         if prefix.grows:
             return None  # This very step computes more of it: the next one need not.
         # Prompts that run count in full. One more block for each running sequence keeps a
         # newcomer from being preempted at once.
         needed = self._blocks.free_blocks_taken(sequence, prefix) + len(self._running)
-        needed += self._blocks.missing_in_all(self._prefilling)
+        needed += self._blocks.missing_in_all(self._running.prefilling)
         return prefix if needed <= self._blocks.num_free else None
 
     def _admit(self, draft: StepDraft, sequence: Sequence, prefix: CachedPrefix) -> None:
-        slot = heapq.heappop(self._free_slots)
-        sequence.slot = slot
-        sequence.status = SequenceStatus.RUNNING
+        slot = self._running.admit(sequence)
         self._blocks.start(sequence, prefix)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_scheduled_tokens
             if self.limits.enable_prefix_caching:
                 self.prefix_cache_queries += sequence.prompt_length
                 self.prefix_cache_hits += sequence.num_cached_tokens
-        self._running[sequence] = None
-        insort(self._prefilling, sequence, key=service_order)
         draft.start(sequence, slot)
 
     def _add_chunk(self, draft: StepDraft, sequence: Sequence, budget: int) -> int:
@@ -394,7 +321,7 @@ class Scheduler:
         room = self._blocks.room(sequence) - position
         num_tokens = min(sequence.num_unscheduled_tokens, budget, room)
         if num_tokens == sequence.num_unscheduled_tokens:
-            self._prefilling.remove(sequence)
+            self._running.prefilling.remove(sequence)
         self._add_row(draft, sequence, num_tokens)
         draft.num_prompt_tokens += num_tokens
         return num_tokens
@@ -404,8 +331,8 @@ class Scheduler:
         samples = num_tokens == sequence.num_unscheduled_tokens
         new_block_ids = self._blocks.grow(sequence, end, draft.step_id)
         draft.add_row(sequence, num_tokens, new_block_ids, samples=samples)
-        if samples and self._sends_ahead() and sequence.num_tokens_to_come > 0:
-            self._ready[sequence] = None
+        if samples and self._pace.sends_ahead and sequence.num_tokens_to_come > 0:
+            self._running.ready[sequence] = None
             draft.return_tokens()
 
     def _make_room(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> bool:
@@ -436,7 +363,7 @@ class Scheduler:
         if sequence.finish_reason is not None:
             self._end(sequence)
         elif sequence.status is SequenceStatus.RUNNING and not sequence.expected:
-            self._ready[sequence] = None
+            self._running.ready[sequence] = None
         return sampled[:count]
 
     def _end(self, sequence: Sequence) -> None:
@@ -458,16 +385,8 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Takes slot and blocks away. Its rows in flight finish on the stages first: the slot is
         released by a later step, and the blocks stay fenced until then."""
-        if sequence.slot is None:
-            raise RuntimeError(f"{sequence.request_id} is running without a slot")
         self._blocks.release(sequence)
-        self._released_slots.append(sequence.slot)
-        heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot = None
-        del self._running[sequence]
-        self._ready.pop(sequence, None)
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        self._running.vacate(sequence)
 
 
 def _can_decode(sequence: Sequence, latest_step_id: int) -> bool:

@@ -5,7 +5,7 @@ every stage has work; none takes more than its share.
 
 Prompts while nobody decodes. n chunks take n + P - 1 chunk times through P
 stages, so a prompt is cut into enough of them to keep that bubble small, but
-not finer than a chunk is worth.
+not finer than pays: each chunk costs a step.
 
 Prompts while others decode. Whoever decodes waits for the prompt tokens of a round
 too. One prompt may add what a round of decodes alone takes, so it doubles the time
@@ -23,15 +23,18 @@ of all decodes, which then comes around in a round.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from gateway.engine.step_costs import MIN_CHUNK_TOKENS, StepCosts
+from gateway.engine.step_costs import MIN_CHUNK_TOKENS, MIN_LONE_CHUNK_TOKENS, StepCosts
 
-PARTS_PER_FURTHER_STAGE = 48
-"""Chunks of a prompt that runs alone, for each stage after the first: its bubble is 1/49 of the
-time, or somewhat more, since the last chunks take longest."""
-MIN_LONE_CHUNK_TOKENS = 48
-"""Of a prompt alone, whatever steps cost: matrix products of fewer rows are slower everywhere."""
+LEAST_PARTS = 12
+"""Chunks of a prompt that runs alone, for each stage after the first, whatever steps cost: its
+bubble is 1/13 of the time, or somewhat more, since the last chunks take longest."""
+MOST_PARTS = 48
+"""The bubble is then next to nothing."""
+NOT_HIDDEN = 0.5
+"""Of a step's fixed costs, beside a chunk: none to all, as the device is."""
 USEFUL_DECODE_STEPS = 3.0
 """A chunk of a prompt alone is worth its fixed costs, which a step of decodes mostly is, when it
 takes so many times as long."""
@@ -54,20 +57,33 @@ def decode_quota(num_ready: int, num_decoding: int, free_batches: int, num_batch
     return min(_ceil_div(num_ready, free_batches), _ceil_div(num_decoding, num_batches))
 
 
-def lone_prompt_chunk(whole: int, pending: int, num_stages: int, min_chunk: int) -> int:
+def lone_prompt_chunk(
+    costs: StepCosts, whole: int, pending: int, num_stages: int, default_tokens: int
+) -> int:
     """Tokens of a chunk while nobody decodes. `whole` is the length of the prompts at work,
-    `pending` what is left of it."""
+    `pending` what is left of it. Chunks are not smaller than `default_tokens` until steps of both
+    kinds were seen."""
     if num_stages == 1:
         return pending
-    parts = PARTS_PER_FURTHER_STAGE * (num_stages - 1)
-    chunk = max(min_chunk, _ceil_div(whole, parts))
+    parts = _parts(costs, whole, num_stages) * (num_stages - 1)
+    chunk = max(_useful_chunk(costs, default_tokens), _ceil_div(whole, parts))
     # A tail that is too short goes with the chunks before it.
     return _ceil_div(pending, max(1, pending // chunk))
 
 
-def useful_chunk(costs: StepCosts, default_tokens: int) -> int:
-    """The smallest chunk that a prompt is cut into while nobody decodes. `default_tokens` holds
-    until steps of both kinds were seen."""
+def _parts(costs: StepCosts, whole: int, num_stages: int) -> int:
+    """Chunks for each stage after the first."""
+    token_by_step = costs.token_by_step()
+    if token_by_step is None:
+        return LEAST_PARTS
+    # n chunks of N tokens, each as dear as c steps, take (n + P - 1) * (f + c * N / n) steps' time,
+    # which is least at n = sqrt((P - 1) * c * N / f). Of what a step of one decode takes, mostly
+    # reading weights, f is what arithmetic for many tokens does not hide.
+    best = math.sqrt((num_stages - 1) * token_by_step * whole / NOT_HIDDEN) / (num_stages - 1)
+    return max(LEAST_PARTS, min(MOST_PARTS, round(best)))
+
+
+def _useful_chunk(costs: StepCosts, default_tokens: int) -> int:
     tokens = costs.tokens_alone(USEFUL_DECODE_STEPS)
     return default_tokens if tokens is None else max(MIN_LONE_CHUNK_TOKENS, tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -16,13 +17,18 @@ from gateway.engine.scheduled_step import SchedulerLimits
 from gateway.engine.scheduler import Scheduler
 from gateway.engine.sequence import Sequence
 from gateway.engine.step_budget import (
-    MIN_LONE_CHUNK_TOKENS,
+    LEAST_PARTS,
+    MOST_PARTS,
     ChunkBesideDecodes,
     chunk_beside_decodes,
     lone_prompt_chunk,
-    useful_chunk,
 )
-from gateway.engine.step_costs import MIN_CHUNK_TOKENS, SeenStep, StepCosts
+from gateway.engine.step_costs import (
+    MIN_CHUNK_TOKENS,
+    MIN_LONE_CHUNK_TOKENS,
+    SeenStep,
+    StepCosts,
+)
 from stagemesh.v1 import step_pb2
 
 
@@ -78,18 +84,19 @@ def test_outliers_and_tiny_chunks_teach_nothing() -> None:
 
 
 def test_few_tokens_go_apart_and_get_what_decodes_together_save() -> None:
-    """Four decodes take 10 ms, eight 16: of a round of 38 ms, nearly twice the usual one, a step of
-    all decodes leaves 22, in which a prompt's tokens cost 2 ms each."""
+    """Four decodes take 10 ms, eight 16: of a round of 36 ms, nearly twice the usual one, a step of
+    all decodes leaves 20, in which a prompt's tokens cost 2 ms each."""
     seen = StepCosts()
     for _ in range(5):
         observe(seen, 0, 4, 0.010)
         observe(seen, 0, 8, 0.016)
         observe(seen, 50, 0, 0.100)
-    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (11, True)
-    # Of a step with a part of the decodes a crowd gets more than a few tokens: 8 * 10 / 2.
-    assert chunk_beside_decodes(seen, 4, 8, 2, 128) == (40, False)
-    # 16 decodes, of which none was seen, are taken for 16 * (1 + 16/8) / 2 = 24 ms: three steps of
-    # prompts would have (76 - 24) / 3 each, less than that.
+    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (10, True)
+    # Of a step with a part of the decodes a crowd gets more than a few tokens: 8 * 10 ms, for
+    # which a further token costs (100 - 5.5) / 50.
+    assert chunk_beside_decodes(seen, 4, 8, 2, 128) == (42, False)
+    # 16 decodes, of which none was seen, are taken for 16 + 8 * 6 / 4 = 28 ms: three steps of
+    # prompts would have (72 - 28) / 3 each, less than that.
     assert chunk_beside_decodes(seen, 1, 16, 4, 128) == (MIN_CHUNK_TOKENS, False)
 
 
@@ -100,33 +107,80 @@ def test_a_slow_first_step_of_all_decodes_does_not_keep_prompts_beside_them_for_
         observe(seen, 0, 4, 0.010)
         observe(seen, 50, 0, 0.100)
     observe(seen, 0, 8, 0.200)
-    # Two steps of four decodes are two rounds of 20 ms less 5 %, less those two steps.
-    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (9, True)
+    # It is taken for two steps of four decodes, and prompts get as much.
+    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (10, True)
 
 
-def test_a_chunk_alone_is_worth_three_steps_of_decodes() -> None:
-    seen = costs(0.02, 0.0001)
+def test_decodes_whose_contexts_have_grown_leave_prompts_as_long_a_step_as_theirs() -> None:
+    """What was learned of steps and rounds is old; only steps of all decodes are seen now."""
+    seen = StepCosts()
+    for _ in range(15):
+        observe(seen, 0, 4, 0.010)
+        observe(seen, 0, 8, 0.016)
+        observe(seen, 20, 0, 0.040)
+    for _ in range(15):
+        observe(seen, 0, 8, 0.100)
+    assert chunk_beside_decodes(seen, 1, 8, 2, 128) == (50, True)
+
+
+def test_short_prompts_alone_do_not_look_dear_where_every_step_is() -> None:
+    """Eight tokens take 20.8 ms, but add 0.8 to a step of decodes."""
+    seen = StepCosts()
     for _ in range(5):
-        observe(seen, 512, 0, 0.02 + 512 * 0.0001)
-    each = (0.02 + 512 * 0.0001) / 512
-    assert useful_chunk(seen, 128) == int(3 * 0.02 / each)
-    assert useful_chunk(costs(0.01, 0.0012), 128) == MIN_LONE_CHUNK_TOKENS
-    assert useful_chunk(StepCosts(), 128) == 128
+        observe(seen, 0, 3, 0.0203)
+        observe(seen, 0, 1, 0.0201)
+        observe(seen, 16, 0, 0.0216)
+    chunk = chunk_beside_decodes(seen, 1, 6, 2, 128)
+    assert not chunk.apart
+    assert chunk.num_tokens == pytest.approx(0.0203 / ((0.0216 - 0.0201) / 16), abs=1)
+
+
+def test_a_prompt_alone_is_cut_as_finely_as_pays() -> None:
+    def chunk(fixed: float, token: float, num_stages: int = 2) -> int:
+        seen = StepCosts()
+        for _ in range(5):
+            observe(seen, 0, 1, fixed)
+            observe(seen, 100, 0, fixed + 100 * token)
+        return lone_prompt_chunk(seen, 4096, 4096, num_stages, 128)
+
+    assert chunk(0.020, 0.0001) == pytest.approx(4096 / LEAST_PARTS, rel=0.1)
+    assert chunk(0.005, 0.001) == pytest.approx(4096 / math.sqrt(4096 / 2.5), rel=0.1)
+    assert chunk(0.002, 0.002) == pytest.approx(4096 / MOST_PARTS, rel=0.1)
+    assert chunk(0.001, 0.010) == pytest.approx(4096 / MOST_PARTS, rel=0.1)
+    # More would pay, but products of fewer rows are slow.
+    assert chunk(0.001, 0.010, num_stages=4) == pytest.approx(MIN_LONE_CHUNK_TOKENS, abs=2)
+    assert lone_prompt_chunk(StepCosts(), 4096, 4096, 2, 128) == pytest.approx(4096 / 12, rel=0.1)
+    assert lone_prompt_chunk(StepCosts(), 1000, 1000, 2, 128) == pytest.approx(128, rel=0.2)
 
 
 @given(
     whole=st.integers(1, 20000),
     done=st.integers(0, 20000),
     num_stages=st.integers(1, 16),
-    min_chunk=st.integers(1, 512),
+    default=st.integers(1, 512),
+    steps=st.lists(
+        st.tuples(st.sampled_from([0, 4, 20, 500]), st.integers(0, 9), st.floats(0, 10)),
+        max_size=20,
+    ),
 )
 def test_chunks_of_a_lone_prompt_are_useful(
-    whole: int, done: int, num_stages: int, min_chunk: int
+    whole: int,
+    done: int,
+    num_stages: int,
+    default: int,
+    steps: list[tuple[int, int, float]],
 ) -> None:
     pending = max(1, whole - done)
-    chunk = lone_prompt_chunk(whole, pending, num_stages, min_chunk)
+    seen = StepCosts()
+    for num_prompt_tokens, num_decodes, seconds in steps:
+        if num_prompt_tokens or num_decodes:
+            observe(seen, num_prompt_tokens, num_decodes, seconds)
+    chunk = lone_prompt_chunk(seen, whole, pending, num_stages, default)
     assert 1 <= chunk <= pending
-    assert chunk >= min(min_chunk, pending)
+    assert chunk >= min(default, MIN_LONE_CHUNK_TOKENS, pending)
+    if num_stages > 1:
+        beside = chunk_beside_decodes(seen, 1, 9, num_stages, default)
+        assert beside.num_tokens >= MIN_CHUNK_TOKENS
 
 
 @dataclass
@@ -171,23 +225,43 @@ def simulation(
 PROMPT = 4096
 
 
-def alone(num_stages: int, fixed: float, per_token: float) -> tuple[float, float]:
-    """Time to first token of a long prompt, and how much of it the stages worked."""
+def alone(
+    num_stages: int, fixed: float, per_token: float, *, knows: bool = True
+) -> tuple[float, float]:
+    """Time to first token of a long prompt, and how much of it the stages worked; where the
+    scheduler knows what steps cost, or has never seen one."""
     sim = simulation(num_stages, fixed, per_token)
+    if knows:
+        sim.scheduler.add(new_sequence(prompt_of(100, seed=1), 20))
+        sim.run()
+    start, worked = sim.now, sim.mesh.busy_seconds
     sim.scheduler.add(new_sequence(prompt_of(PROMPT), 1))
     sim.run()
-    return sim.now, sim.mesh.busy_seconds / sim.now
+    seconds = sim.now - start
+    return seconds, (sim.mesh.busy_seconds - worked) / seconds
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_overlap_while_a_long_prompt_is_computed(num_stages: int) -> None:
     """F4: at P = 2, both stages work for 80 % of the time, and each for 90 %."""
-    seconds, busy = alone(num_stages, 0.005, 0.001)
-    overlap = 1 - num_stages * (1 - busy)
-    assert busy >= (0.9 if num_stages == 2 else 0.88)
-    if num_stages == 2:
-        assert overlap >= 0.8
-    assert seconds >= PROMPT * 0.001
+    for knows in (False, True):
+        seconds, busy = alone(num_stages, 0.005, 0.001, knows=knows)
+        overlap = 1 - num_stages * (1 - busy)
+        assert busy >= (0.9 if num_stages == 2 else 0.88)
+        if num_stages == 2:
+            assert overlap >= 0.8
+        assert seconds >= PROMPT * 0.001
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("fixed", [0.005, 0.02])
+def test_a_step_that_costs_much_is_not_sent_for_a_small_bubble(
+    num_stages: int, fixed: float
+) -> None:
+    """Few tokens cost a step too, and twelve chunks for each further stage are enough of them."""
+    seconds, _ = alone(num_stages, fixed, 0.0001)
+    chunks = max(8, min(LEAST_PARTS * (num_stages - 1), PROMPT // 128))
+    assert seconds <= 1.1 * (chunks + num_stages - 1) * (fixed + PROMPT / chunks * 0.0001)
 
 
 def test_a_long_prompt_beside_decodes() -> None:
