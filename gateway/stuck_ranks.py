@@ -89,8 +89,8 @@ class StuckRanks:
                 self.suspected -= {worker_id}
                 self.known |= {worker_id}
                 raise StageFailed(
-                    f"{describe(holder)} has ranks that were told to leave their groups, and hold a "
-                    f"step for more than another {self._limit_seconds:.1f} s"
+                    f"{describe(holder)} was told that its ranks leave their groups, and they hold "
+                    f"a step for more than another {self._limit_seconds:.1f} s"
                 )
 
     async def _held_by(self, worker_id: str, freeing: asyncio.Task[None]) -> Member | None:

@@ -172,7 +172,7 @@ class MeshPipeline:
                 self.fail(StageFailed(f"{words} ({limit})"), STEP_STUCK)
 
     def held_step(self) -> HeldStep | None:
-        """What the others wait for: of the stage that is furthest behind; None where all is done."""
+        """What all wait for, of the stage that is furthest behind; None where all is done."""
         holder = furthest_behind(self.progress())
         if holder is None:
             return None
