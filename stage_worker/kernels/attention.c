@@ -114,7 +114,7 @@ static void soften(float *scores, int count, float *best, wide *total, float *ou
         largest = larger_of(*(wide *)(scores + i), largest);
     float before = *best, top = largest_in(largest);
     if (top > before) {
-        /* 2^-inf is 0 the first time. */
+        /* 0 the first time. */
         float keep = power_of_2((wide){0} + (before - top))[0];
         *total *= keep;
         for (int64_t i = 0; i < dim; i += LANES)
@@ -147,7 +147,7 @@ static void attend(const sequence *s, const sequence *after, int64_t kv_head, in
     span first, second, *now = &first, *next = &second;
     int64_t dim = s->dim, group = s->group, size = span_size(s);
     for (int h = 0; h < heads; h++) {
-        best[h] = -__builtin_inff();
+        best[h] = LEAST;
         total[h] = (wide){0};
     }
     memset(out, 0, (size_t)heads * (size_t)dim * sizeof(float));

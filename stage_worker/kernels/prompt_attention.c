@@ -4,7 +4,8 @@
  * all of them, number by number, so neither keys nor values have to be brought into another order,
  * however few rows there are. All KV heads that fit attend a span of positions before the next, so
  * the cache is read once, as it lies, and fetched beside the arithmetic. What a row adds up, and in
- * which order, is the same however its prompt is cut. */
+ * which order, is the same however its prompt is cut, where all values are finite: those that a row
+ * does not see it may add 0 times. */
 #include "cache.h"
 #include "kernels.h"
 #include "vector.h"
@@ -133,7 +134,7 @@ static void soften(float *scores, int count, float *best, float *total, float *o
         *(wide *)(scores + t * PANEL) = e;
         part += e;
     }
-    /* 2^-inf is 0 the first time. */
+    /* 0 the first time. */
     wide keep = power_of_2(before - largest);
     *(wide *)best = largest;
     *(wide *)total = *(wide *)total * keep + part;
@@ -181,7 +182,7 @@ static void attend_tile(tile *t, const sequence *s, int64_t kv_head, const queri
     int64_t dim = s->dim, first = q->first, last = first + (q->rows - 1) / q->group;
     memset(t->out, 0, (size_t)(q->heads * q->padded * dim) * sizeof(float));
     for (int64_t r = 0; r < q->heads * q->padded; r++) {
-        t->best[r] = -__builtin_inff();
+        t->best[r] = LEAST;
         t->total[r] = 0.0f;
     }
     span first_span, second_span, *now = &first_span, *next = &second_span;

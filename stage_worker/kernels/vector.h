@@ -10,8 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX2__
+#if defined(__AVX2__) || defined(__FMA__) /* A few CPUs have the latter alone. */
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #define LANES 8
@@ -19,20 +21,35 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+#define UNROLL _Pragma("GCC unroll 8")
+
 /* ---- what products are made of -------------------------------------------------------------- */
 
 /* A panel is PANEL output features, stored input feature by input feature: [in][PANEL]. */
 #define PANEL (2 * LANES)
 
-/* w * x + sum with one rounding, and so the same in every loop: for some CPUs GCC takes products and
- * sums apart, but not in all of them. */
-static inline vec vec_times_plus(vec w, float x, vec sum) {
-#ifdef __FMA__
-    return (vec)_mm256_fmadd_ps((__m256)w, _mm256_set1_ps(x), (__m256)sum);
+static inline vec splat(float v) { return (vec){v, v, v, v, v, v, v, v}; }
+
+/* a * b + sum with one rounding, and so the same in every loop: GCC, left to itself, takes products and
+ * sums apart in some. Where a CPU has no such instruction, two roundings, in every loop too. */
+static inline vec fused(vec a, vec b, vec sum) {
+#if defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_FMA)
+    typedef union {
+        vec all;
+        float32x4_t half[2];
+    } parts;
+    parts x = {a}, y = {b}, z = {sum};
+    for (int i = 0; i < 2; i++)
+        z.half[i] = vfmaq_f32(z.half[i], x.half[i], y.half[i]);
+    return z.all;
 #else
-    return w * x + sum;
+    return a * b + sum;
 #endif
 }
+
+static inline vec vec_times_plus(vec w, float x, vec sum) { return fused(w, splat(x), sum); }
 
 /* The PANEL features of one input, or of one sum: a register where there are such, else two. ROWS
  * is how many rows share a weight. */
@@ -67,7 +84,6 @@ static inline row times_plus(row w, float x, row sum) {
 static inline row nothing(void) { return (row){{0}, {0}}; }
 #endif
 
-#define UNROLL _Pragma("GCC unroll 8")
 /* DO(M) for every number of rows that there may be at a time. */
 #define EVERY_COUNT(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8)
 
@@ -75,10 +91,6 @@ static inline row nothing(void) { return (row){{0}, {0}}; }
 
 static inline vec choose(ivec mask, vec yes, vec no) {
     return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
-}
-
-static inline vec splat(float value) {
-    return (vec){0} + value;
 }
 
 /* e^x to 2 units in the last place, 0 below -87.3 (Cephes' expf). x above 88 is not asked for. */
@@ -111,21 +123,25 @@ static inline vec vexp(vec x) {
 
 #define LOG2_E 1.44269504088896341f
 
-/* 2^r for r from 0 to 1, to 8e-8 of it (minimax, exactly 1 at 0). */
+/* A largest score to begin with: below all others, and -inf less this is not NaN. */
+#define LEAST (-__FLT_MAX__)
+
+/* 2^r for r from 0 to 1, to 1e-7 of it (minimax, exactly 1 at 0). */
 #define POWER_OF_2(r)                                                                              \
     (((((r * 1.8671300e-3f + 9.0170307e-3f) * r + 5.5799913e-2f) * r + 2.4016444e-1f) * r +       \
       6.9315130e-1f) * r + 1.0f)
 
-/* 2^x for x of 0 and below, WIDE numbers at a time: to 1.2 units in the last place, 0 below -126, where
- * sums would be slow for some CPUs. */
+/* 2^x for x of 0 and below, WIDE numbers at a time: to 2e-7 of it, 0 below -126, where sums would be
+ * slow for some CPUs. NaN stays NaN: what comes of a broken key must be seen. */
 #ifdef __AVX512DQ__
 #define WIDE PANEL
 typedef row wide;
 static inline wide power_of_2(wide x) {
     wide r = (wide)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
     return (wide)_mm512_maskz_scalef_ps(normal, (__m512)POWER_OF_2(r), (__m512)x);
 }
+/* b where a is NaN. */
 static inline wide larger_of(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline float largest_in(wide a) { return _mm512_reduce_max_ps((__m512)a); }
 /* a * b + sum with one rounding. */
@@ -141,7 +157,7 @@ static inline vec fold(wide a) {
 typedef vec wide;
 static inline wide power_of_2(wide x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    ivec normal = x >= splat(-126.0f);
+    ivec normal = ~(x < splat(-126.0f));
     x = (vec)((ivec)x & normal);
     vec n = (x - 0.5f + magic) - magic, r = x - n;
     ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
@@ -153,13 +169,7 @@ static inline float largest_in(wide a) {
     a = larger_of(a, SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5));
     return a[0] > a[1] ? a[0] : a[1];
 }
-static inline wide wide_times_plus(wide a, wide b, wide sum) {
-#ifdef __FMA__
-    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
-#else
-    return a * b + sum;
-#endif
-}
+static inline wide wide_times_plus(wide a, wide b, wide sum) { return fused(a, b, sum); }
 static inline vec fold(wide a) { return a; }
 #endif
 
