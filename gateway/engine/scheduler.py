@@ -11,12 +11,12 @@
 * As many steps as there are stages travel through them at a time, and with
   `async_batch_depth` so many more while no prompt is computed or could begin. The chunks
   of a prompt follow each other without waiting for a result.
-* With `async_scheduling`, and while decodes and prompts are apart, there is one step more: a sequence's next decode is sent
-  while its token is still being sampled, as a reference that the first stage
-  replaces with what the last one hands it. So no stage waits for the way over the
-  gateway. A token past a stop is dropped. Never more than one decode ahead, and
-  never one that refers to a step less than a round before: it would make the
-  first stage wait while others have work for it.
+* With `async_scheduling`, and while decodes and prompts are apart, there is one step
+  more: a sequence's next decode is sent while its token is still being sampled, as a
+  reference that the first stage replaces with what the last one hands it. So no stage
+  waits for the way over the gateway. A token past a stop is dropped. Never more than one
+  decode ahead, and never one that refers to a step less than a round before: it would
+  make the first stage wait while others have work for it.
 * A prompt starts behind what the prefix cache has of it (`block_manager`).
 * When blocks run out, the last in the order of service give theirs to earlier
   ones and are computed again later from their token log. A sequence never takes
