@@ -33,7 +33,7 @@ LEAST_PARTS = 12
 bubble is 1/13 of the time, or somewhat more, since the last chunks take longest."""
 MOST_PARTS = 48
 """The bubble is then next to nothing."""
-NOT_HIDDEN = 0.5
+NOT_HIDDEN = 0.25
 """Of a step's fixed costs, beside a chunk: none to all, as the device is."""
 USEFUL_DECODE_STEPS = 3.0
 """A chunk of a prompt alone is worth its fixed costs, which a step of decodes mostly is, when it

@@ -144,7 +144,7 @@ def test_a_prompt_alone_is_cut_as_finely_as_pays() -> None:
         return lone_prompt_chunk(seen, 4096, 4096, num_stages, 128)
 
     assert chunk(0.020, 0.0001) == pytest.approx(4096 / LEAST_PARTS, rel=0.1)
-    assert chunk(0.005, 0.001) == pytest.approx(4096 / math.sqrt(4096 / 2.5), rel=0.1)
+    assert chunk(0.010, 0.001) == pytest.approx(4096 / math.sqrt(4096 / 2.5), rel=0.1)
     assert chunk(0.002, 0.002) == pytest.approx(4096 / MOST_PARTS, rel=0.1)
     assert chunk(0.001, 0.010) == pytest.approx(4096 / MOST_PARTS, rel=0.1)
     # More would pay, but products of fewer rows are slow.
