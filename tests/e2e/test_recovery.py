@@ -7,6 +7,7 @@ was used; the real arithmetic after a recovery is tested with the tiny model.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import resource
@@ -169,7 +170,9 @@ def test_a_step_that_does_not_end_while_its_worker_is_not_heard_of(mesh: MeshPro
         time.sleep(1.0)
         worker = hit_worker(1, signal.SIGSTOP)(mesh)
         time.sleep(MISSED_SECONDS + 0.3)
-        worker.send_signal(signal.SIGCONT)
+        # On a busy machine the launcher may have found it silent and ended it, its rank too.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGCONT)
         return rank
 
     serve_through(mesh, [hit], noticed_seconds=STUCK_SECONDS, ended_seconds=STUCK_SECONDS)
